@@ -1,0 +1,1 @@
+"""Environment checks, each with a verdict and a remedy."""

@@ -1,0 +1,1 @@
+"""Runs in the notebook's kernel; never imports torch."""

@@ -1,0 +1,1 @@
+"""What a cell calls; plain torch objects come out."""

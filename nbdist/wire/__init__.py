@@ -1,0 +1,1 @@
+"""Spoken by both sides; no torch, no IPython."""
