@@ -119,9 +119,6 @@ def take(runtime: Path) -> Traces:
     threads = {
         t.ident: t.name for t in threading.enumerate() if t.ident is not None and not _THREADS_KEPT.fullmatch(t.name)
     }
-    shared = (
-        frozenset(n for n in os.listdir("/dev/shm") if _SHARED_MEMORY.match(n)) if os.path.isdir("/dev/shm") else ()
-    )
     files = frozenset(str(p.relative_to(runtime)) for p in runtime.rglob("*") if not p.is_dir())
     return Traces(
         processes=processes,
