@@ -237,16 +237,14 @@ class Telemetry:
         queue = self._queue
         for _ in range(len(queue)):  # what is appended meanwhile can wait for the next time
             name, step, now_s, value = queue[0]
-            if type(value) is not float:
-                number = self._read(value, deadline_s)
-                if number is None and deadline_s is None:
-                    return
-                value = number
+            number = value if isinstance(value, float) else self._read(value, deadline_s)
+            if number is None and deadline_s is None:
+                return
             queue.popleft()
-            if value is None:
+            if number is None:
                 self._lost += 1
             else:
-                self._add(name, step, now_s, value)
+                self._add(name, step, now_s, number)
         for name in list(self._late):
             name, step, now_s, value = self._late.pop(name)
             number = self._read(value, deadline_s if deadline_s is not None else monotonic() + _READY_S)
