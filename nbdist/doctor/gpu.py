@@ -49,6 +49,7 @@ _THROTTLE_BITS = {
 }
 _PATHS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # as in `nvidia-smi topo -m`
 _MOST_NVLINKS = 18
+_P2P_READ = 0  # pynvml has a tuple under this name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,7 +386,7 @@ def links() -> tuple[Link, ...]:
         first, second = readers[i], readers[j]
         pair = first._handle, second._handle
         level = _answer(nvml.nvmlDeviceGetTopologyCommonAncestor, *pair)
-        peer = _answer(nvml.nvmlDeviceGetP2PStatus, *pair, nvml.NVML_P2P_CAPS_INDEX_READ)
+        peer = _answer(nvml.nvmlDeviceGetP2PStatus, *pair, _P2P_READ)
         nvlinks = None
         here, there = far[i], far[j]
         if here is not None and there is not None:
@@ -397,7 +398,7 @@ def links() -> tuple[Link, ...]:
                 second=second._index,
                 path=_PATHS.get(level),
                 nvlinks=nvlinks,
-                peer=None if peer is None else peer == nvml.NVML_P2P_STATUS_OK,
+                peer=None if peer is None else peer == 0,
             )
         )
     return tuple(found)
@@ -454,7 +455,7 @@ def explain_memory(
             tried = f" and {retries} requests had to wait for a clean-up" if retries else ""
             lines.append(
                 f"fragmentation: large requests may not fit into the pieces{tried}; try "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the workers start"
+                "PYTORCH_ALLOC_CONF=expandable_segments:True before the workers start"
             )
     if used_bytes is not None:
         of = f" of {_gib(total_bytes)}" if total_bytes else ""

@@ -73,9 +73,10 @@ def visible(
             return Visible(reason=f"GPUs hidden by {shown}")
     chosen: list[Device | None] = []
     notes: list[str] = []
-    for place, entry in enumerate(entries):
+    for place, entry in enumerate(entries):  # first of all: a repetition counts wherever it stands
         if entry in entries[:place]:
             return Visible(reason=f"no GPU: {shown} repeats {entry}, and CUDA then sees none")
+    for place, entry in enumerate(entries):
         try:
             chosen.append(_find(entry, found.devices, ordered, first[:4]))
         except LookupError as error:
