@@ -94,16 +94,21 @@ class _Process:
         default_factory=set
     )  # threads that said "Connected all rings" outside START..COMPLETE
 
-    def owner(self, line: _Connection, count: int) -> _Part | None:
-        """The newest of the first `count` parts that can have printed a line, if possible one that agrees with it."""
-        newest = None
+    def owners(self, lines: list[_Connection], count: int) -> list[_Part | None]:
+        """Whose lines these are, which one thread printed while there were `count` parts: of one part, if that can be.
+
+        A communicator connects its rings once, so one without such lines comes first, then the newest.
+        """
+        fallback = None
         for place in range(count - 1, -1, -1):
             part = self.parts[place]
-            if part.prints(line):
-                if part.agrees(line):
-                    return part
-                newest = newest or part
-        return newest
+            if all(part.prints(line) and part.agrees(line) for line in lines):
+                if not any(line.index == 0 for line in part.lines):
+                    return [part] * len(lines)
+                fallback = fallback or part
+        if fallback is not None or len(lines) == 1:
+            return [fallback] * len(lines)
+        return [self.owners([line], count)[0] for line in lines]
 
 
 _MARK = re.compile(rb"NCCL (INFO|WARN) ")
@@ -143,6 +148,7 @@ _BARE_WARNING = re.compile(r"/dev/shm/nccl-|Duplicate GPU detected|no socket int
 _HEAD_BYTES = 600  # of what stands before the mark, this much can belong to NCCL's own prefix
 _BODY_BYTES = 1024  # NCCL's own limit of a line (src/debug.cc)
 _CACHE = 100_000  # prefixes and connection lines remembered
+_RECENT = 64  # communicators among which a line printed twice is looked for
 _MANY = 1000  # distinct warnings, values and names kept
 
 
@@ -311,14 +317,13 @@ class Reader:
 
     def _init(self, m: re.Match[str], process: _Process, tid: int) -> None:
         pointer, rank, size = m[1], int(m[2]), int(m[3])
-        if m[8] == "COMPLETE":
-            started = next(
-                (t for t, p in process.open.items() if (p.pointer, p.member.rank, p.size) == (pointer, rank, size)),
-                None,
-            )
-            if started is not None:
+        started = next(
+            (t for t, p in process.open.items() if (p.pointer, p.member.rank, p.size) == (pointer, rank, size)), None
+        )
+        if started is not None:
+            if m[8] == "COMPLETE":
                 process.open.pop(started).complete = True
-                return
+            return  # a second START of an open one: the log holds the line twice
         more: dict[str, str] = dict(_INIT_MORE.findall(m[7]))
         member = Member(
             rank=rank,
@@ -331,6 +336,8 @@ class Reader:
         split = more.get("splitCount") or more.get("childCount")
         color = _number(more.get("color", "").rstrip("-"))
         part = _Part(pointer, member, size, more.get("commId"), more.get("parent"), split, color)
+        if part.comm_id and any(p.comm_id == part.comm_id and p.member == member for p in process.parts[-_RECENT:]):
+            return  # also twice: NCCL's ids are not used again
         process.parts.append(part)
         if m[8] == "START":
             process.open[tid] = part
@@ -362,17 +369,21 @@ class Reader:
             self._join(process)
         homeless: list[tuple[_Process, _Connection]] = []
         for process in self._processes.values():
-            for tid, lines in process.pending.items():
-                for line, count in lines:
-                    part = process.owner(line, count)
-                    if part is not None and part.communicator is not None:
+            for tid, waiting in process.pending.items():
+                batches: defaultdict[int, list[_Connection]] = defaultdict(list)
+                for line, count in waiting:
+                    batches[count].append(line)
+                for count, lines in batches.items():
+                    for line, part in zip(lines, process.owners(lines, count), strict=True):
+                        if part is None or part.communicator is None:
+                            homeless.append((process, line))
+                            continue
+                        part.lines[line] = None
                         self._connect(part.communicator, line)
                         # "Connected all rings" follows the connections on the same thread.
                         part.communicator.rings_connected |= tid in process.pending_rings
-                    else:
-                        homeless.append((process, line))
         self._place(homeless)
-        log.communicators.sort(key=lambda c: (not c.identified, c.parent is not None, -c.size))
+        log.communicators.sort(key=lambda c: (not c.identified, c.parent is not None, -c.size, c.color or 0))
         for number, communicator in enumerate(log.communicators, 1):
             communicator.number = number
         return log
