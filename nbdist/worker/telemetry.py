@@ -95,13 +95,16 @@ class Telemetry:
     def __init__(self, send: Send, *, rank: int, device: torch.device) -> None:
         from nbdist.worker import metric_values
         from nbdist.worker.memory_use import MemoryUse
+        from nbdist.worker.step_parts import StepParts
 
         self.rank = rank
         self.memory = MemoryUse(device)
+        self.parts = StepParts(device, stepped=self.memory.saw_optimizer, called=self.memory.saw_module)
         self._send = send
         self._number = metric_values.number
         self._pending = metric_values.Pending
         self._sources: dict[str, Callable[[], Mapping[str, Any]]] = {}
+        self._broken: set[str] = set()  # sources that raised
         self._queue: deque[Point] = deque()
         self._late: dict[str, Point] = {}  # the last point of each name that found the queue full
         self._outbox: deque[tuple[Message, list[memoryview | bytes]]] = deque()
@@ -132,6 +135,8 @@ class Telemetry:
             self._late.clear()
             self._reset(interval_s)
             self._run_id = run_id
+            self.memory.begin()
+            self.parts.begin()
 
     def record(self, values: Mapping[str, object], step: float | None, now_s: float) -> None:
         """Queue one point for each name.
@@ -184,6 +189,7 @@ class Telemetry:
         with self._lock:
             if self._run_id is None:
                 return
+            self.parts.end()
             deadline_s = monotonic() + _READY_S
             self._collect(deadline_s)
             self._pack()
@@ -285,22 +291,24 @@ class Telemetry:
     def sample(self) -> dict[str, Any]:
         """One reading of this rank's state: JSON values, None where not available.
 
-        Memory is described in `nbdist.worker.memory_use`; ``progress`` is a list of rows of `Progress`;
-        ``merged_points`` counts points that gave way to later ones; further names come from the sources.
+        Memory and GPU are described in `MemoryUse.read`, the parts of a step in `StepParts.read`; ``progress`` is a
+        list of rows of `Progress` (without a `track`, of the DataLoader in use); ``merged_points`` counts points that
+        gave way to later ones; further names come from the sources.
         """
-        values: dict[str, Any] = self.memory.read()
-        for name, source in list(self._sources.items()):
+        values: dict[str, Any] = {}
+        for name, source in (("memory", self.memory.read), ("step parts", self.parts.read), *self._sources.items()):
+            if name in self._broken:
+                continue
             try:
                 values.update(source())
             except Exception as error:  # a broken source must not cost the others
-                self._refuse_source(name, error)
-        values["progress"] = [p.row() for p in list(self._progress.values())]
+                self._broken.add(name)
+                self._notice(f"{name}: no longer measured ({type(error).__name__}: {error})")
+        rows = [p.row() for p in list(self._progress.values())]
+        loader = values.pop("loader", None)
+        values["progress"] = rows if rows or loader is None else [loader]
         values["merged_points"] = self._merged
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-
-    def _refuse_source(self, name: str, error: Exception) -> None:
-        del self._sources[name]
-        self._notice(f"{name}: no longer measured ({type(error).__name__}: {error})")
 
 
 def _leave_fork() -> None:

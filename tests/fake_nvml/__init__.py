@@ -1,4 +1,4 @@
-"""Plays machines with GPUs: a C file compiled to a libnvidia-ml.so.1, under the real pynvml, each in its own process."""
+"""Plays machines with GPUs: a C file compiled to a libnvidia-ml.so.1, under the real pynvml, one process each."""
 
 from __future__ import annotations
 
