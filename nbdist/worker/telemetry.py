@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from time import monotonic, perf_counter, time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -118,6 +118,7 @@ class Telemetry:
         self._next: dict[str, float] = {}  # the step of a name's next point that brings none
         self._points: dict[str, list[tuple[float, float, float]]] = {}
         self._refused: set[str] = set()
+        self._logged: set[str] = set()  # names the user has logged
         self._progress: dict[str, Progress] = {}
         self._seq = 0
         self._merged = 0  # points that gave way to a later one of their name
@@ -138,7 +139,7 @@ class Telemetry:
             self.memory.begin()
             self.parts.begin()
 
-    def record(self, values: Mapping[str, object], step: float | None, now_s: float) -> None:
+    def record(self, values: Mapping[str, object], step: float | None, now_s: float, *, logged: bool = False) -> None:
         """Queue one point for each name.
 
         Parameters
@@ -150,9 +151,16 @@ class Telemetry:
             Position on the curve's x axis; None: one more than the last point of that name.
         now_s
             Unix time.
+        logged
+            The user's own `log`: from its first point on, a name takes no others (found by looking into the loop).
         """
         queue = self._queue
         following = self._next
+        if logged:
+            if not values.keys() <= self._logged:
+                self._claim(values.keys() - self._logged)
+        elif not self._logged.isdisjoint(values):
+            values = {name: value for name, value in values.items() if name not in self._logged}
         for name, value in values.items():
             if type(value) is not float:
                 try:
@@ -167,6 +175,18 @@ class Telemetry:
             else:
                 self._merged += 1
                 self._late[name] = (name, at, now_s, value)
+
+    def _claim(self, names: Set[str]) -> None:
+        """Forget points of these names that were found, not logged, as far as they have not been sent."""
+        self._logged |= names
+        if not self._next.keys().isdisjoint(names):
+            with self._lock:
+                kept = [point for point in self._queue if point[0] not in names]
+                self._queue.clear()
+                self._queue.extend(kept)
+                for name in names:
+                    self._points.pop(name, None)
+                    self._next.pop(name, None)
 
     def _refuse(self, name: str, error: Exception) -> None:
         if name not in self._refused:
@@ -213,7 +233,7 @@ class Telemetry:
         Parameters
         ----------
         final
-            Send everything that is ready, due or not.
+            Send points before they are due. (After `end` everything goes in any case.)
 
         Returns
         -------
@@ -228,7 +248,7 @@ class Telemetry:
                 if final or now_s - self._sent_s >= self._interval_s:
                     self._pack()
                     self._sent_s = now_s
-                if final or now_s - self._sampled_s >= _SAMPLE_S:
+                if now_s - self._sampled_s >= _SAMPLE_S:
                     self._outbox.append((self._sample(), []))
                     self._sampled_s = now_s
         while self._outbox:
@@ -296,14 +316,16 @@ class Telemetry:
         gave way to later ones; further names come from the sources.
         """
         values: dict[str, Any] = {}
-        for name, source in (("memory", self.memory.read), ("step parts", self.parts.read), *self._sources.items()):
+        for name, source in (*self._sources.items(), ("memory", self.memory.read), ("step parts", self.parts.read)):
             if name in self._broken:
                 continue
             try:
-                values.update(source())
+                found = source()
             except Exception as error:  # a broken source must not cost the others
                 self._broken.add(name)
                 self._notice(f"{name}: no longer measured ({type(error).__name__}: {error})")
+            else:
+                values.update((k, v) for k, v in found.items() if v is not None or k not in values)
         rows = [p.row() for p in list(self._progress.values())]
         loader = values.pop("loader", None)
         values["progress"] = rows if rows or loader is None else [loader]
@@ -342,7 +364,7 @@ def log(*values: object, step: float | None = None, **metrics: object) -> None:
         return
     if step is not None and type(step) is not int:
         step = _step(telemetry, step)
-    telemetry.record(metrics, step, time())
+    telemetry.record(metrics, step, time(), logged=True)
 
 
 def _step(telemetry: Telemetry, step: object) -> float | None:
