@@ -213,6 +213,11 @@ class Notebook:
         assert played.ok, played.text
         return played.text.strip()
 
+    def rank_pids(self) -> list[str]:
+        """Process ids of the ranks, as they print them themselves."""
+        played = self.cell("import os as _os; print(_os.getpid())")
+        return [played.of(rank)[0] for rank in range(self.world_size)]
+
     def _refuse_input(self) -> None:
         """A reader who closes the input box: an empty line."""
         with contextlib.suppress(queue.Empty):

@@ -8,13 +8,8 @@ from deadlines import BREAK_S
 pytestmark = pytest.mark.shared
 
 
-def pids(notebook) -> list[str]:
-    played = notebook.cell("import os; print(os.getpid())")
-    return [*played.of(0), *played.of(1)]
-
-
 def test_ce01_syntax_error(notebook):
-    before = pids(notebook)
+    before = notebook.rank_pids()
     assert notebook.cell("marker = 7").ok
     played = notebook.cell('print("before")\nfor i in range(3)\n    print(i)')
     assert played.status == "error"
@@ -26,7 +21,7 @@ def test_ce01_syntax_error(notebook):
     assert "before" not in played.streams
     after = notebook.cell('print("marker", marker)')
     assert after.of(0) == after.of(1) == ["marker 7"]
-    assert pids(notebook) == before
+    assert notebook.rank_pids() == before
 
 
 def test_ce02_traceback_points_into_the_cell(notebook):
@@ -94,7 +89,7 @@ def test_ce06_value_of_the_last_expression(notebook):
 
 
 def test_ce07_builtins_and_usual_names_rebound(notebook):
-    before = pids(notebook)
+    before = notebook.rank_pids()
     first = notebook.cell(
         "import sys\n"
         "print = None; list = tuple; open = 'x'; len = lambda x: -1\n"
@@ -116,7 +111,7 @@ def test_ce07_builtins_and_usual_names_rebound(notebook):
     assert third.status == "error"
     assert "ZeroDivisionError" in third.report
     assert "1 / 0" in third.report
-    assert pids(notebook) == before
+    assert notebook.rank_pids() == before
 
 
 def test_ce09_state_is_kept_per_rank(notebook):

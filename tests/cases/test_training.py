@@ -11,11 +11,6 @@ from player import run_python
 pytestmark = pytest.mark.shared
 
 
-def pids(notebook) -> list[str]:
-    played = notebook.cell("import os; print(os.getpid())")
-    return [*played.of(0), *played.of(1)]
-
-
 def losses(notebook) -> dict[int, list[tuple[float, float]]]:
     """Points of the last run's loss by rank, as the history's rows have them."""
     import ast
@@ -171,7 +166,7 @@ def test_ck05_relative_paths(fresh, tmp_path):
 
 
 def test_rf02_sys_exit_in_its_forms(notebook):
-    before = pids(notebook)
+    before = notebook.rank_pids()
     for body in ("z = 1\nimport sys; sys.exit()", "import sys; sys.exit(0)", "exit()", "quit()"):
         played = notebook.cell(body)
         assert played.ok, (body, played.text)
@@ -182,7 +177,7 @@ def test_rf02_sys_exit_in_its_forms(notebook):
         assert word in played.report
     last = notebook.cell("print('kept', z)")
     assert last.of(0) == last.of(1) == ["kept 1"]
-    assert pids(notebook) == before
+    assert notebook.rank_pids() == before
 
 
 def test_rf08_exceptions_that_cannot_be_pickled(notebook):
