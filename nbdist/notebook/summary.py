@@ -1,0 +1,457 @@
+"""What a run's numbers say: one row a rank, and sentences a person would say about them.
+
+Read by the live widget, the static figure and the text form alike, so that all three tell the same. Numbers are in
+bytes and seconds here; None is "not available" and becomes ``n/a`` only in the functions that format.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbdist.notebook.history import Run
+
+__all__ = [
+    "Finding",
+    "Memory",
+    "Progress",
+    "RankRow",
+    "bytes_text",
+    "duration_text",
+    "findings",
+    "headline",
+    "memory_text",
+    "number_text",
+    "progress",
+    "rank_rows",
+    "seconds_text",
+    "table",
+    "text_lines",
+]
+
+GIB = 1024**3
+MIB = 1024**2
+
+# Parts of a step: key in a sample, and what a person reads. `wait_s` is the part of backward + communication that a
+# rank only waited in; where a rank tells it, it is drawn apart.
+PARTS: dict[str, str] = {
+    "data_s": "data wait",
+    "forward_s": "forward",
+    "backward_s": "backward + communication",
+    "wait_s": "waiting for other ranks",
+    "optimizer_s": "optimizer",
+    "rest_s": "rest",
+}
+_HIDDEN_BY_WAITING = ("backward_s", "wait_s")
+
+_MATTERS = 0.10  # of the step: less is not worth a sentence
+_MATTERS_S = 0.002
+_ENDED = ("failed", "died", "killed", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory of one rank.
+
+    Attributes
+    ----------
+    parts
+        Bytes by label; they add up to what the rank (or, on a GPU, everybody on its card) uses.
+    limit
+        The card's size; None on a CPU.
+    peak
+        Highest use by tensors so far.
+    """
+
+    parts: dict[str, int] = field(default_factory=dict)
+    used: int | None = None
+    limit: int | None = None
+    peak: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a loop is: `done` of `total` items (None: not known), and the seconds left."""
+
+    name: str
+    done: int
+    total: int | None
+    left_s: float | None
+
+    @property
+    def fraction(self) -> float | None:
+        """Between 0 and 1; None if the total is not known."""
+        return min(1.0, self.done / self.total) if self.total else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRow:
+    """What one rank last reported."""
+
+    rank: int
+    state: str
+    step: int | None
+    step_s: float | None
+    steps_per_s: float | None
+    samples_per_s: float | None
+    parts: dict[str, float]  # seconds of a step by key of `PARTS`
+    last: dict[str, float]  # newest value by metric
+    memory: Memory
+    load_percent: float | None
+    power_w: float | None
+    temperature_c: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One sentence worth reading; level is ``bad``, ``warn``, ``note`` or ``good``."""
+
+    level: str
+    text: str
+
+
+def _number(values: Mapping[str, Any], *names: str) -> float | None:
+    for name in names:
+        value = values.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    return None
+
+
+def _bytes(values: Mapping[str, Any], *names: str) -> int | None:
+    value = _number(values, *names)
+    return None if value is None else int(value)
+
+
+def memory(values: Mapping[str, Any]) -> Memory:
+    """Split one sample's memory into parts that add up.
+
+    On a GPU ``allocated`` lies inside ``reserved``, which lies inside what the card has in use: the parts are the
+    differences, never the three numbers added.
+    """
+    held = {
+        "parameters": _bytes(values, "parameters_bytes"),
+        "gradients": _bytes(values, "gradients_bytes"),
+        "optimizer state": _bytes(values, "optimizer_bytes"),
+    }
+    parts = {label: size for label, size in held.items() if size is not None}
+    allocated = _bytes(values, "allocated_bytes")
+    if allocated is not None:
+        reserved = _bytes(values, "reserved_bytes")
+        in_use = _bytes(values, "device_used_bytes")
+        parts["activations and others" if parts else "tensors"] = max(0, allocated - sum(parts.values()))
+        if reserved is not None:
+            parts["cached by torch"] = max(0, reserved - allocated)
+            if in_use is not None:
+                parts["outside torch"] = max(0, in_use - reserved)
+        return Memory(
+            parts=parts,
+            used=max(allocated, reserved or 0, in_use or 0),
+            limit=_bytes(values, "device_total_bytes"),
+            peak=_bytes(values, "peak_bytes", "peak_allocated_bytes"),
+        )
+    process = _bytes(values, "process_uss_bytes", "process_pss_bytes")
+    if process is not None:
+        parts["rest of the process"] = max(0, process - sum(parts.values()))
+    return Memory(parts=parts, used=process if process is not None else (sum(parts.values()) if parts else None))
+
+
+def memory_text(values: Mapping[str, Any]) -> str | None:
+    """Why the three numbers of a GPU differ, for one sample; None if they are not available."""
+    allocated = _bytes(values, "allocated_bytes")
+    reserved = _bytes(values, "reserved_bytes")
+    if allocated is None or reserved is None:
+        return None
+    text = (
+        f"torch has reserved {bytes_text(reserved)}: {bytes_text(allocated)} in tensors, "
+        f"{bytes_text(reserved - allocated)} cached for the next ones"
+    )
+    split = _bytes(values, "inactive_split_bytes")
+    if split is not None and reserved and split > 0.2 * reserved:
+        text += (
+            f" (of which {bytes_text(split)} lie in pieces between tensors: fragmentation; "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids it)"
+        )
+    in_use = _bytes(values, "device_used_bytes")
+    if in_use is not None:
+        text += (
+            f". The card has {bytes_text(in_use)} in use: {bytes_text(max(0, in_use - reserved))} are outside torch "
+            "(CUDA context, NCCL, other processes)"
+        )
+    return text + "."
+
+
+def progress(run: Run) -> Progress | None:
+    """The progress to show for the run: the slowest rank of the outermost loop that is known."""
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for values in list(run.history.samples.values()):
+        found = values.get("progress")
+        for row in found if isinstance(found, list) else ():
+            if isinstance(row, Mapping) and isinstance(row.get("done"), int):
+                rows.setdefault(str(row.get("name")), []).append(row)
+    if not rows:
+        return None
+    # The first one made is the outermost loop: an inner one starts again and again.
+    name, found_rows = next(iter(rows.items()))
+    slowest = min(found_rows, key=lambda row: row["done"])
+    total = slowest.get("total")
+    return Progress(
+        name=name,
+        done=slowest["done"],
+        total=total if isinstance(total, int) and total > 0 else None,
+        left_s=_number(slowest, "left_s") if run.ended_s is None else None,
+    )
+
+
+def rank_rows(run: Run) -> list[RankRow]:
+    """One row a rank that takes part in the run."""
+    history = run.history
+    names = history.names()
+    last: dict[int, dict[str, float]] = {}
+    step: dict[int, int] = {}
+    for name in names:
+        for rank in history.ranks(name):
+            steps, _, points = history.series(name, rank)
+            last.setdefault(rank, {})[name] = float(points[-1])
+            if math.isfinite(steps[-1]):
+                step.setdefault(rank, int(steps[-1]))
+    rows = []
+    for rank in run.ranks:
+        values = history.samples.get(rank, {})
+        told = values.get("parts")
+        split: Mapping[str, Any] = told if isinstance(told, Mapping) else values
+        parts = {key: seconds for key in PARTS if (seconds := _number(split, key)) is not None}
+        steps_per_s = _number(values, "steps_per_s")
+        step_s = _number(values, "step_s")
+        if step_s is None and steps_per_s:
+            step_s = 1 / steps_per_s
+        reached = step.get(rank)
+        if reached is None and (count := _number(values, "steps")) is not None:
+            reached = int(count)
+        rows.append(
+            RankRow(
+                rank=rank,
+                state=run.states.get(rank, run.status),
+                step=reached,
+                step_s=step_s,
+                steps_per_s=steps_per_s,
+                samples_per_s=_number(values, "samples_per_s"),
+                parts=parts,
+                last=last.get(rank, {}),
+                memory=memory(values),
+                load_percent=_number(values, "gpu_load_percent", "load_percent"),
+                power_w=_number(values, "gpu_power_w", "power_w"),
+                temperature_c=_number(values, "gpu_temperature_c", "temperature_c"),
+            )
+        )
+    return rows
+
+
+def headline(run: Run) -> str:
+    """Run, workers, device and backend, in one line."""
+    count = len(run.ranks)
+    workers = f"{count} rank{'s' if count != 1 else ''}"
+    if count != run.world_size:
+        workers += f" of {run.world_size}"
+    return f"{run.name} · {workers} on {run.device} · {run.backend}"
+
+
+# ---- sentences
+
+
+def findings(run: Run, rows: Sequence[RankRow] | None = None) -> list[Finding]:
+    """What to say about the run, the gravest first."""
+    rows = rank_rows(run) if rows is None else rows
+    history = run.history
+    found: list[Finding] = []
+    for row in rows:
+        if row.state in _ENDED:
+            at = f" after step {row.step}" if row.step is not None else ""
+            found.append(Finding(level="bad", text=f"Rank {row.rank} {row.state}{at}; its curves end there."))
+    for bad in history.non_finite()[:4]:
+        more = f" ({bad.count} values so far)" if bad.count > 1 else ""
+        where = f"{bad.name} is not finite on rank {bad.rank}"
+        text = f"{where}: {number_text(bad.value)} first at step {bad.step:g}{more}."
+        found.append(Finding(level="bad", text=text))
+    for row in rows:
+        used, limit = row.memory.used, row.memory.limit
+        if used is not None and limit and used > 0.95 * limit:
+            text = f"Rank {row.rank}'s card is nearly full: {bytes_text(used)} of {bytes_text(limit)} in use."
+            found.append(Finding(level="warn", text=text))
+    found += _time_findings(rows)
+    if history.turned_back:
+        (name, _), step = next(iter(history.turned_back.items()))
+        ranks = ranks_text(sorted({rank for known, rank in history.turned_back if known == name}))
+        text = (
+            f"Steps of {name} went back to {step:g} on {ranks}: the curve is broken there; log a step that counts on."
+        )
+        found.append(Finding(level="note", text=text))
+    if lost := sum(history.lost.values()):
+        found.append(
+            Finding(level="warn", text=f"{lost} messages of metrics never arrived ({ranks_text(history.lost)}).")
+        )
+    merged = sum(int(_number(v, "merged_points") or 0) for v in list(history.samples.values()))
+    if merged:
+        text = f"{merged:,} points came faster than they could be sent and were merged into later ones."
+        found.append(Finding(level="note", text=text))
+    return found
+
+
+def _time_findings(rows: Sequence[RankRow]) -> list[Finding]:
+    timed = [row for row in rows if row.parts and row.state not in _ENDED]
+    if not timed:
+        return []
+    found = []
+    step_s = statistics.median(row.step_s or sum(row.parts.values()) for row in timed)
+    if len(timed) > 1:
+        late = straggler(timed)
+        if late is not None:
+            row, key, over_s = late
+            text = (
+                f"Rank {row.rank} is behind: its {PARTS[key]} takes {seconds_text(row.parts[key])} a step, "
+                f"{seconds_text(over_s)} more than on the other ranks."
+            )
+            found.append(Finding(level="warn", text=text))
+        else:
+            found.append(Finding(level="good", text="All ranks are even: none holds the others up."))
+    largest = max(PARTS, key=lambda key: statistics.median(row.parts.get(key, 0.0) for row in timed))
+    share = statistics.median(row.parts.get(largest, 0.0) for row in timed) / step_s if step_s else 0.0
+    if largest == "data_s" and share > 0.4:
+        text = f"Waiting for data takes {share:.0%} of a step: more loader workers (num_workers) would help."
+        found.append(Finding(level="warn", text=text))
+    elif share > 0:
+        text = f"A step takes {seconds_text(step_s)}; most of it is {PARTS[largest]} ({share:.0%})."
+        found.append(Finding(level="note", text=text))
+    return found
+
+
+def straggler(rows: Sequence[RankRow]) -> tuple[RankRow, str, float] | None:
+    """The rank that the others wait for, the part of its step, and by how many seconds; None if the ranks are even.
+
+    A collective makes everybody as slow as the slowest, so time in backward + communication is compared only if no
+    other part explains the delay, and waiting is never held against a rank.
+    """
+    step_s = statistics.median(row.step_s or sum(row.parts.values()) for row in rows)
+    threshold = max(_MATTERS_S, _MATTERS * step_s)
+    told_apart = all("wait_s" in row.parts for row in rows)
+    worst: tuple[RankRow, str, float] | None = None
+    for keys in ([k for k in PARTS if k not in _HIDDEN_BY_WAITING], ["backward_s"]):
+        if keys == ["backward_s"] and not told_apart and worst is not None:
+            break
+        for key in keys:
+            times = [row.parts.get(key, 0.0) for row in rows]
+            typical = statistics.median_low(times)
+            for row, seconds in zip(rows, times, strict=True):
+                if seconds - typical > threshold and (worst is None or seconds - typical > worst[2]):
+                    worst = (row, key, seconds - typical)
+    return worst
+
+
+# ---- numbers as text
+
+
+def ranks_text(ranks: Any) -> str:
+    """``rank 3`` or ``ranks 0-2, 5``."""
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    spans: list[list[int]] = []
+    for rank in ordered:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return "ranks " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def number_text(value: float | None) -> str:
+    """Four significant digits."""
+    return "n/a" if value is None else f"{value:.4g}"
+
+
+def bytes_text(size: int | None) -> str:
+    """MiB below 1 GiB, GiB from there."""
+    if size is None:
+        return "n/a"
+    return f"{size / GIB:.2f} GiB" if abs(size) >= GIB else f"{size / MIB:.1f} MiB"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """A short time: 3.2 ms, 1.25 s."""
+    if seconds is None:
+        return "n/a"
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.3g} s"
+
+
+def duration_text(seconds: float | None) -> str:
+    """A long time: 42 s, 3 min 05 s, 2 h 07 min."""
+    if seconds is None or not math.isfinite(seconds):
+        return "n/a"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def table(run: Run) -> tuple[list[str], list[list[str]]]:
+    """Column heads and one row of text a rank, leaving out columns in which nothing is known."""
+    rows = rank_rows(run)
+    names = run.history.names()[:4]
+    columns: list[tuple[str, list[str]]] = [
+        ("rank", [str(row.rank) for row in rows]),
+        ("state", [row.state for row in rows]),
+        ("step", ["n/a" if row.step is None else f"{row.step}" for row in rows]),
+    ]
+    for name in names:
+        columns.append((f"last {name}", [number_text(row.last.get(name)) for row in rows]))
+    columns += [
+        ("step time", [seconds_text(row.step_s) for row in rows]),
+        ("steps/s", [number_text(row.steps_per_s) for row in rows]),
+        ("samples/s", [number_text(row.samples_per_s) for row in rows]),
+        ("memory", [bytes_text(row.memory.used) for row in rows]),
+        ("peak", [bytes_text(row.memory.peak) for row in rows]),
+        ("GPU load", ["n/a" if row.load_percent is None else f"{row.load_percent:.0f} %" for row in rows]),
+    ]
+    always = {"rank", "state", "step"}
+    kept = [(head, cells) for head, cells in columns if head in always or any(cell != "n/a" for cell in cells)]
+    return [head for head, _ in kept], [list(cells) for cells in zip(*(cells for _, cells in kept), strict=True)]
+
+
+def text_lines(run: Run, *, short: bool = False) -> list[str]:
+    """The run as text: a few lines, or (`short`) all in one."""
+    rows = rank_rows(run)
+    history = run.history
+    state = {"ok": "finished", "error": "failed"}.get(run.status, run.status)
+    facts = [f"{state} after {duration_text(run.elapsed_s)}" if run.ended_s else duration_text(run.elapsed_s)]
+    going = progress(run)
+    steps = [row.step for row in rows if row.step is not None]
+    if steps:
+        facts.append(f"step {min(steps)}" if min(steps) == max(steps) else f"steps {min(steps)} to {max(steps)}")
+    if going is not None:
+        facts.append(f"{going.name} {going.done}" + (f" of {going.total}" if going.total else ""))
+        if going.left_s is not None:
+            facts.append(f"{duration_text(going.left_s)} left")
+    rates = [row.steps_per_s for row in rows if row.steps_per_s is not None]
+    if rates:
+        facts.append(f"{number_text(min(rates))} steps/s")
+    curves = []
+    for name in history.names()[: 1 if short else 4]:
+        values = history.last(name)
+        text = f"{name}  " + "  ".join(f"[{rank}] {number_text(values[rank])}" for rank in list(values)[:8])
+        finite = [value for value in values.values() if math.isfinite(value)]
+        if len(values) > 8:
+            text += "  ..."
+        if len(finite) > 1:
+            text += f"  mean of {len(finite)} ranks {number_text(statistics.fmean(finite))}"
+        curves.append(text)
+    if short:
+        return [" · ".join([run.name, *facts, *curves])]
+    said = [found.text for found in findings(run, rows) if found.level in ("bad", "warn")]
+    return [headline(run), " · ".join(facts), *curves, *said]
