@@ -1,0 +1,103 @@
+"""Whether the main thread waits in a collective, told from its stack: the collectives themselves pay nothing."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from nbdist.worker.frames import is_library, source_of_call
+
+__all__ = ["Waiting"]
+
+_BUSY_SHARE = 0.5  # a thread that computes more than this share of the time does not wait
+_WAITS = re.compile(r"\.(wait|result|synchronize)\s*\(")
+# Python functions of c10d that a cell calls by their own names.
+_C10D = "torch/distributed/distributed_c10d.py"
+
+
+class Waiting:
+    """Looks at the main thread now and then."""
+
+    def __init__(self) -> None:
+        main = threading.main_thread()
+        self._ident = main.ident
+        self._mark: object = None
+        self._since_s = 0.0
+        self._cpu_s = 0.0
+        self._seen_s = 0.0
+
+    def look(self, issued: Callable[[], int]) -> tuple[str, float] | None:
+        """What the main thread waits in, and since when (unix time); None if it waits in no collective.
+
+        Parameters
+        ----------
+        issued
+            Counts the collectives of the default group: as long as the count grows, nothing waits.
+        """
+        now_s = time.time()
+        frame = sys._current_frames().get(self._ident or 0)
+        found = _operation(frame) if frame is not None else None
+        if frame is None or found is None:
+            self._mark = None
+            return None
+        operation, sure = found
+        cpu_s = self._cpu_time()
+        mark = (id(frame), frame.f_lasti, operation, issued())
+        if mark != self._mark:
+            self._mark, self._since_s, self._cpu_s, self._seen_s = mark, now_s, cpu_s, now_s
+        elif not sure and cpu_s - self._cpu_s > _BUSY_SHARE * (now_s - self._seen_s):
+            self._since_s = now_s
+        self._cpu_s, self._seen_s = cpu_s, now_s
+        if not sure and self._since_s == now_s:
+            return None
+        return operation, self._since_s
+
+    def _cpu_time(self) -> float:
+        try:
+            return time.clock_gettime(time.pthread_getcpuclockid(self._ident or 0))
+        except (OSError, ProcessLookupError):
+            return 0.0
+
+
+def _operation(frame: FrameType) -> tuple[str, bool] | None:
+    """The collective a stack is in, and whether that is certain (a backward pass may also be computing)."""
+    names: list[str] = []
+    part, backward, certain = "", False, False
+    current: FrameType | None = frame
+    innermost = True
+    while current is not None:
+        path = current.f_code.co_filename.replace("\\", "/")
+        if not is_library(path):
+            if innermost:
+                text = source_of_call(current)
+                return ("wait", True) if text is not None and _WAITS.search(text) else None
+            break
+        name = current.f_code.co_name
+        if path.endswith(_C10D):
+            certain = True
+            if not name.startswith("_") and name not in ("wrapper", "making"):
+                names.append(name)
+        elif path.endswith("torch/distributed/_functional_collectives.py"):
+            certain = True
+            names.append(name)
+        elif "torch/distributed/fsdp/" in path or "torch/distributed/_composable/" in path:
+            part = part or "FSDP"
+            certain = certain or "wait" in name or "unshard" in name
+        elif path.endswith("torch/nn/parallel/distributed.py"):
+            part = part or "DDP"
+        elif path.endswith("torch/autograd/graph.py") and name == "_engine_run_backward":
+            backward = True
+        innermost = False
+        current = current.f_back
+    # Without a frame of Python a backward pass can only be waiting in the all-reduce of DDP's reducer, which is C++.
+    phase = "backward" if backward else "forward"
+    where = f"{part} {phase}" if part else ("DDP backward" if backward else "")
+    if names:
+        return (f"{names[-1]} ({where})" if where else names[-1]), True
+    if where:
+        return where, certain
+    return None
