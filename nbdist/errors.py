@@ -100,7 +100,8 @@ class CellError(NbdistError):
         first = self.failures[0]
         ranks = [f.rank for f in self.failures if (f.ename, f.evalue) == (first.ename, first.evalue)]
         where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
-        super().__init__(f"{where}: {first.ename}: {first.evalue}" if first.evalue else f"{where}: {first.ename}")
+        what = ": ".join(part for part in (first.ename, first.evalue) if part)
+        super().__init__(f"{where}: {what}" if first.ename else f"{where} {what}")
 
     @property
     def cause(self) -> RankFailure:

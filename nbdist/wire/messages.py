@@ -37,6 +37,7 @@ class ExecuteRequest(Message):
     code: str
     cell: int  # number of the cell, for `Cell In[k]` in tracebacks
     ranks: list[int]  # who else runs it
+    autoreload: str | None = None  # mode of the notebook's own %autoreload
     watch: list[str] | None = None  # names of the caller's variables to record at each step; None: loss
     interval_s: float = 0.1  # at most how often telemetry is sent
 
@@ -70,11 +71,13 @@ class RenewRequest(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushRequest(Message):
-    """Set names in the rank's namespace; the pickle and its buffers travel beside."""
+    """Set names in the rank's namespace; the pickle travels beside, its buffers too or in a memfd."""
 
     kind: ClassVar[str] = "push_request"
     names: list[str]
-    sizes: list[int] | None = None  # sizes of the buffers in the memfd handed over beside, None: buffers are inline
+    memfd: str | None = None  # path of the memfd that holds the buffers one after another
+    sizes: list[int] | None = None  # their sizes in bytes
+    alone: bool = False  # no other rank maps the memfd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,14 @@ class PullRequest(Message):
 
     kind: ClassVar[str] = "pull_request"
     name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullDone(Message):
+    """The notebook has opened the memfd of a pull: the rank may close it."""
+
+    kind: ClassVar[str] = "pull_done"
+    memfd: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +149,8 @@ class ExecuteReply(Message):
     evalue: str = ""
     traceback: list[str] = field(default_factory=list)
     secondary: bool = False
-    broken: bool = False  # the process group was given up
+    group: str = "none"  # which making of the process group the rank stands in; "none": it has none that works
+    communicated: bool = False  # the rank issued collectives in this cell
     steps: int = 0  # optimizer steps this rank has made since it started
     hint: str | None = None
     exit_code: int | None = None  # sys.exit in the cell
@@ -200,11 +212,12 @@ class Sample(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHalted(Message):
-    """The rank stands at a step boundary and waits to be told where to stop."""
+    """The rank names the next step boundary it will come to; there it waits to be told where to stop."""
 
     kind: ClassVar[str] = "step_halted"
     run_id: str
     steps: int
+    grace_s: float = 2.0  # how long it may need to get there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +244,7 @@ class PushReply(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullReply(Message):
-    """The value asked for: pickle and buffers beside, or a path to a memfd of this rank."""
+    """The value asked for: the pickle travels beside, its buffers too or in a memfd of this rank."""
 
     kind: ClassVar[str] = "pull_reply"
     status: str
@@ -250,6 +263,7 @@ class WhereReply(Message):
     since_s: float | None
     line: str  # `Cell In[3], line 4: dist.barrier()`
     operation: str | None = None
+    unmoved: bool = False  # it stands exactly where it stood when it was interrupted
     steps: int = 0
     stack: list[str] = field(default_factory=list)
 
@@ -263,6 +277,7 @@ TO_RANK: dict[str, type[Message]] = {
         RenewRequest,
         PushRequest,
         PullRequest,
+        PullDone,
         WhereRequest,
         ShutdownRequest,
     )

@@ -1,0 +1,358 @@
+"""``%%distributed`` and ``%distributed``: parse, call, display."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+
+from nbdist.errors import InputError, NbdistError, NotRunningError
+from nbdist.notebook import cluster as clusters
+from nbdist.notebook.cluster import Cluster
+from nbdist.notebook.running import RunHandle
+
+__all__ = ["DistributedMagics", "load", "parse_ranks", "unload"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line and which never ends the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}; `{self.prog.split()[0]} -h` shows what there is")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise _Helped
+
+
+class _Helped(Exception):
+    """The help was printed; nothing else is to be done."""
+
+
+def _number(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"takes a number of ranks of at least 1, not {text!r}") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"takes a number of ranks of at least 1, not {text}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"takes a number of seconds, not {text!r}") from None
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"takes a number of seconds above 0, not {text}")
+    return value
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Read a list of ranks such as ``0,2-3``.
+
+    Raises
+    ------
+    InputError
+        If it is no such list.
+    """
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise InputError(f"-r takes ranks such as 0, 0,2 or 1-3, not {text!r}")
+        ranks.update(range(int(first), int(last or first) + 1))
+    return sorted(ranks)
+
+
+def _start_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", type=_number, metavar="N", help="number of ranks (default: one per GPU; without a GPU, 2)")
+    parser.add_argument(
+        "--backend", choices=["nccl", "gloo"], help="nccl needs a GPU for each rank; with gloo ranks may share GPUs"
+    )
+    parser.add_argument(
+        "--check-collectives",
+        action="store_true",
+        help="mismatched collectives raise on every rank instead of hanging or aborting (slower; for teaching)",
+    )
+
+
+def _cell_parser() -> _Parser:
+    parser = _Parser(prog="%%distributed", description="Run the cell on every rank.")
+    _start_options(parser)
+    parser.add_argument("-r", "--ranks", metavar="RANKS", help="only on these ranks, e.g. 0,2-3")
+    parser.add_argument("--background", action="store_true", help="return a handle at once; the notebook stays usable")
+    parser.add_argument("--timeout", type=_seconds, metavar="S", help="interrupt the cell after S seconds")
+    parser.add_argument(
+        "--watch", metavar="NAMES", help="variables to record at each optimizer step, e.g. loss,acc ('' for none)"
+    )
+    parser.add_argument("--no-dashboard", action="store_true", help="show no live metrics")
+    parser.add_argument("--name", metavar="NAME", help="name of this run")
+    parser.add_argument("handle", nargs="?", help="variable that takes the handle of a background run")
+    return parser
+
+
+def _line_parser() -> _Parser:
+    parser = _Parser(prog="%distributed", description="Look after the workers.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=text)
+
+    _start_options(command("start", "start workers"))
+    command("status", "what runs, on what")
+    command("stop", "end all workers; nothing of them stays")
+    _start_options(command("restart", "fresh workers, in a fraction of a second"))
+    command("interrupt", "stop the run in the background")
+    command("where", "what every rank is doing").add_argument("--full", action="store_true", help="whole Python stacks")
+    output = command("output", "the whole text of one rank")
+    output.add_argument("rank", type=int)
+    output.add_argument("-t", "--tail", type=int, metavar="LINES", help="only its last lines")
+    for name, text in (("push", "send variables of the notebook to the ranks"), ("pull", "fetch variables from the ranks")):
+        sub = command(name, text)
+        sub.add_argument("names", nargs="+", metavar="NAME")
+        sub.add_argument("-r", "--ranks", metavar="RANKS", help="only these ranks, e.g. 0,2-3")
+    history = command("history", "runs of this session, or the metrics of one")
+    history.add_argument("run", nargs="?", help="its name or number; the last one by default")
+    history.add_argument("--csv", metavar="FILE", help="write its points to a file")
+    command("dashboard", "show a run again").add_argument("run", nargs="?", help="its name or number; by default the last")
+    command("doctor", "is this machine fit for distributed training?")
+    return parser
+
+
+@magics_class
+class DistributedMagics(Magics):
+    """The two magics and the cluster they speak to."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self.cluster: Cluster | None = None
+        self._cell_parser = _cell_parser()
+        self._line_parser = _line_parser()
+
+    # ---- the magics
+
+    @cell_magic("distributed")
+    def run_cell(self, line: str, cell: str) -> RunHandle | None:
+        """Run the cell on every rank; `%%distributed -h` shows the options."""
+        try:
+            options = self._parse(self._cell_parser, line)
+            code = self._checked(cell)
+            cluster = self._running(options)
+            handle = cluster.run(
+                code,
+                ranks=parse_ranks(options.ranks) if options.ranks is not None else None,
+                background=options.background,
+                timeout_s=options.timeout,
+                watch=_names(options.watch),
+                dashboard=not options.no_dashboard,
+                cell=self.shell.execution_count,
+                name=options.name,
+                autoreload=self._autoreload(),
+            )
+        except _Helped:
+            return None
+        except (InputError, NotRunningError) as error:
+            raise UsageError(str(error)) from None
+        if not options.background:
+            return None
+        if options.handle:
+            self.shell.push({options.handle: handle})
+            return None
+        return handle
+
+    @line_magic("distributed")
+    def command(self, line: str) -> Any:
+        """Look after the workers: `%distributed -h` shows the commands."""
+        try:
+            options = self._parse(self._line_parser, line)
+            if options.command is None:
+                self._line_parser.print_help()
+                return None
+            action: Callable[[argparse.Namespace], Any] = getattr(self, f"_{options.command}")
+            return action(options)
+        except _Helped:
+            return None
+        except (InputError, NotRunningError) as error:
+            raise UsageError(str(error)) from None
+
+    @staticmethod
+    def _parse(parser: _Parser, line: str) -> argparse.Namespace:
+        try:
+            words = shlex.split(line)
+        except ValueError as error:
+            raise UsageError(f"{parser.prog}: {error}") from None
+        return parser.parse_args(words)
+
+    # ---- cells
+
+    def _checked(self, cell: str) -> str:
+        """The cell's text, once it is known to be Python: a syntax error is raised before any rank runs anything."""
+        transformed = self.shell.transform_cell(cell)
+        name = self.shell.compile.cache(transformed, self.shell.execution_count, raw_code=cell)
+        with self.shell.builtin_trap:
+            self.shell.compile(transformed, name, "exec")
+        return cell
+
+    def _running(self, options: argparse.Namespace) -> Cluster:
+        if self.cluster is None or not self.cluster.alive:
+            return self._start(options)
+        size = self.cluster.world_size
+        if options.n is not None and options.n != size:
+            raise InputError(f"{size} ranks are running, not {options.n}: `%distributed restart -n {options.n}` changes that")
+        if options.backend is not None and options.backend != self.cluster.choice.backend:
+            raise InputError(
+                f"the backend is {self.cluster.choice.backend}: `%distributed restart --backend {options.backend}` changes that"
+            )
+        return self.cluster
+
+    def _autoreload(self) -> str | None:
+        reloader = getattr(self.shell, "_nbdist_autoreload", None)
+        for function in self.shell.events.callbacks.get("pre_run_cell", []):
+            owner = getattr(function, "__self__", None)
+            if type(owner).__name__ == "AutoreloadMagics":
+                reloader = getattr(owner, "_reloader", None)
+        if reloader is None or not reloader.enabled:
+            return None
+        return "2" if reloader.check_all else "1"
+
+    # ---- commands
+
+    def _cluster(self) -> Cluster:
+        if self.cluster is None or not self.cluster.alive:
+            raise NotRunningError("no cluster is running: start one with `%distributed start`, or run a `%%distributed` cell")
+        return self.cluster
+
+    def _start(self, options: argparse.Namespace) -> Cluster:
+        if self.cluster is not None and self.cluster.alive:
+            raise InputError(f"{self.cluster.world_size} ranks are running already: `%distributed restart` gives fresh ones")
+        self.cluster = clusters.start(
+            options.n, backend=options.backend, check_collectives=options.check_collectives
+        )
+        self.cluster.names = self._user_names
+        return self.cluster
+
+    def _user_names(self) -> list[str]:
+        return [name for name in self.shell.user_ns if name not in self.shell.user_ns_hidden]
+
+    def _status(self, _: argparse.Namespace) -> None:
+        if self.cluster is None or not self.cluster.alive:
+            print("no cluster is running")
+            return
+        print(f"{self.cluster.choice}")
+        for line in self.cluster.where():
+            print(line)
+
+    def _stop(self, _: argparse.Namespace) -> None:
+        self._cluster().stop()
+        self.cluster = None
+
+    def _restart(self, options: argparse.Namespace) -> None:
+        cluster = self._cluster()
+        same = options.n in (None, cluster.world_size) and options.backend in (None, cluster.choice.backend)
+        if same and not options.check_collectives and cluster.can_restart():
+            cluster.restart()
+            print(f"{cluster.world_size} fresh ranks")
+            return
+        options.n = options.n or (None if options.backend else cluster.world_size)
+        cluster.stop()
+        self.cluster = None
+        self._start(options)
+
+    def _interrupt(self, _: argparse.Namespace) -> None:
+        self._cluster().interrupt()
+
+    def _where(self, options: argparse.Namespace) -> None:
+        for line in self._cluster().where(full=options.full):
+            print(line)
+
+    def _output(self, options: argparse.Namespace) -> None:
+        text = self._cluster().output(options.rank)
+        lines = text.splitlines()
+        print("\n".join(lines[-options.tail :] if options.tail else lines))
+
+    def _push(self, options: argparse.Namespace) -> None:
+        cluster = self._cluster()
+        if missing := [name for name in options.names if name not in self.shell.user_ns]:
+            raise InputError(f"the notebook has no variable {', '.join(missing)}")
+        ranks = parse_ranks(options.ranks) if options.ranks is not None else None
+        cluster.push({name: self.shell.user_ns[name] for name in options.names}, ranks=ranks)
+
+    def _pull(self, options: argparse.Namespace) -> None:
+        cluster = self._cluster()
+        ranks = parse_ranks(options.ranks) if options.ranks is not None else None
+        for name in options.names:
+            if not name.isidentifier():
+                raise InputError(f"%distributed pull takes names of variables, not {name!r}; cluster.pull() takes expressions")
+            found = cluster.pull(name, ranks=ranks)
+            single = ranks is not None and len(ranks) == 1
+            self.shell.push({name: next(iter(found.values())) if single else found})
+
+    def _run_named(self, name: str | None) -> Any:
+        runs = self._cluster().runs
+        if not runs:
+            raise InputError("no run has reported metrics yet")
+        if name is None:
+            return runs[-1]
+        for run in runs:
+            if name in (run.name, run.name.removeprefix("run ")):
+                return run
+        raise InputError(f"there is no run {name!r}; there are {', '.join(r.name for r in runs)}")
+
+    def _history(self, options: argparse.Namespace) -> Any:
+        run = self._run_named(options.run)
+        if options.csv:
+            print(run.to_csv(options.csv))
+            return None
+        return run
+
+    def _dashboard(self, options: argparse.Namespace) -> None:
+        self._cluster().show(self._run_named(options.run))
+
+    def _doctor(self, _: argparse.Namespace) -> Any:
+        from nbdist.doctor.report import diagnose
+
+        return diagnose()
+
+
+def _names(text: str | None) -> Sequence[str] | None:
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+_loaded: DistributedMagics | None = None
+
+
+def load(shell: InteractiveShell) -> None:
+    """Register the magics and start warming the fork server; loading twice changes nothing."""
+    global _loaded
+    if _loaded is not None and _loaded.shell is shell:
+        return
+    import sys
+
+    if not sys.platform.startswith("linux"):
+        print("nbdist runs on Linux (WSL2 and Docker included); this system is " + sys.platform)
+        return
+    _loaded = DistributedMagics(shell)
+    shell.register_magics(_loaded)
+    try:
+        clusters.warm()
+    except NbdistError as error:
+        print(f"nbdist: {error}")
+
+
+def unload(shell: InteractiveShell) -> None:
+    """Stop the workers and take the magics away."""
+    global _loaded
+    if _loaded is None:
+        return
+    if _loaded.cluster is not None:
+        _loaded.cluster.stop()
+    clusters.cool()
+    for kind in ("line", "cell"):
+        shell.magics_manager.magics[kind].pop("distributed", None)
+    _loaded = None

@@ -1,0 +1,325 @@
+"""What the ranks' pipes carry, put back in order: bytes become lines, marks become events.
+
+`RankOutput` reads one rank's stdout and stderr. A `Screen` per rank plays the few terminal controls that programs use
+for progress bars, so that a bar is one line that changes, and drops the rest, so that no rank moves another's cursor.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, NamedTuple
+
+__all__ = ["Line", "RankOutput", "Screen"]
+
+READ_BYTES = 1 << 18
+_HOLD_S = 1.0  # how long one pipe waits at a mark for the other pipe, or for the message that belongs there
+_MAX_ROWS = 40
+_MAX_LINE = 20_000  # characters of one line that are shown
+
+_CONTROL = re.compile(
+    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # OSC: titles, hyperlinks
+    r"|\x1b\[[0-?]*[ -/]*[@-~]"  # CSI
+    r"|\x1b[PX^_].*?\x1b\\"  # DCS and their like
+    r"|\x1b[ -/]*[0-~]"
+    r"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f\r\n]"
+)
+_CURSOR = re.compile(r"\x1b\[(\d*)([ABKJ])")
+_PLAIN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+class Line(NamedTuple):
+    """A finished line of text of one rank, without its end."""
+
+    stream: str
+    text: str
+
+
+class Screen:
+    """The last rows of one rank's terminal: finished rows leave it, rows that may still change stay."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[str, str]] = [("stdout", "")]
+        self._row = 0
+        self._back = False  # a carriage return was seen: the next text starts at the row's beginning
+        self._colour = ""
+
+    def feed(self, stream: str, text: str) -> list[Line]:
+        """Play text; the lines that have scrolled out of reach. Call `settle` when nothing follows at once."""
+        if self._simple() and not _PLAIN.search(text.replace("\n", "")):
+            return self._feed_plain(stream, text)
+        position = 0
+        for match in _CONTROL.finditer(text):
+            self._put(stream, text[position : match.start()])
+            self._control(stream, match.group())
+            position = match.end()
+        self._put(stream, text[position:])
+        done = []
+        while len(self._rows) > _MAX_ROWS:
+            done.append(self._pop())
+        return done
+
+    def _simple(self) -> bool:
+        return len(self._rows) == 1 and not self._back and not self._colour
+
+    def _feed_plain(self, stream: str, text: str) -> list[Line]:
+        *ended, rest = text.split("\n")
+        if not ended:
+            self._put(stream, rest)
+            return []
+        first_stream, before = self._rows[0]
+        lines = [Line(first_stream if before else stream, (before + ended[0])[:_MAX_LINE])]
+        lines += [Line(stream, line[:_MAX_LINE]) for line in ended[1:]]
+        self._rows[0] = (stream, rest)
+        return lines
+
+    def _put(self, stream: str, text: str) -> None:
+        if not text:
+            return
+        owner, row = self._rows[self._row]
+        if self._back:
+            # Text over text of the same row, as a terminal has it; rows with colours are replaced as a whole.
+            row = "" if "\x1b" in row or self._colour else row
+            row = text + row[len(text) :]
+            self._back = False
+        elif self._colour and "\x1b" not in row:
+            row += self._colour + text
+        else:
+            row += text
+        self._rows[self._row] = (stream if len(row) == len(text) or not owner else owner, row[:_MAX_LINE])
+
+    def _control(self, stream: str, code: str) -> None:
+        if code == "\n":
+            self._close_colour()
+            self._row += 1
+            self._back = False
+            if self._row == len(self._rows):
+                self._rows.append((stream, ""))
+            else:
+                self._back = True
+        elif code == "\r":
+            self._close_colour()
+            self._back = True
+        elif code == "\x08":
+            owner, row = self._rows[self._row]
+            if "\x1b" not in row:
+                self._rows[self._row] = (owner, row[:-1])
+        elif code.endswith("m") and code.startswith("\x1b["):
+            owner, row = self._rows[self._row]
+            if self._back:
+                row, self._back = "", False
+            self._rows[self._row] = (owner, row + code)
+            self._colour = "" if code in ("\x1b[m", "\x1b[0m") else self._colour + code
+        elif match := _CURSOR.fullmatch(code):
+            self._move(stream, int(match.group(1) or 1), match.group(2), match.group(1))
+
+    def _move(self, stream: str, count: int, what: str, given: str) -> None:
+        self._close_colour()
+        if what == "A":
+            if count > self._row:  # above lie lines that have been shown already
+                self._finish_row(stream)
+            else:
+                self._row -= count
+                self._back = True
+        elif what == "B":
+            self._row = min(self._row + count, len(self._rows) - 1)
+            self._back = True
+        elif what == "K" and (given == "2" or self._back):
+            self._rows[self._row] = (self._rows[self._row][0], "")
+            self._back = False
+
+    def _finish_row(self, stream: str) -> None:
+        if self._rows[self._row][1]:
+            self._row += 1
+            if self._row == len(self._rows):
+                self._rows.append((stream, ""))
+
+    def _close_colour(self) -> None:
+        if self._colour:
+            owner, row = self._rows[self._row]
+            self._rows[self._row] = (owner, row + "\x1b[0m")
+            self._colour = ""
+
+    def _pop(self) -> Line:
+        stream, row = self._rows.pop(0)
+        self._row = max(0, self._row - 1)
+        return Line(stream, row)
+
+    def settle(self) -> list[Line]:
+        """The rows above the cursor: nothing will change them any more."""
+        done = []
+        while self._row > 0:
+            done.append(self._pop())
+        return done
+
+    def live(self) -> list[str]:
+        """Rows that may still change, e.g. progress bars."""
+        return [row.rstrip() for _, row in self._rows if row.strip()]
+
+    def end(self) -> list[Line]:
+        """All that is left, at the end of a cell."""
+        self._close_colour()
+        while self._rows and not self._rows[-1][1]:
+            self._rows.pop()
+        done = [Line(stream, row) for stream, row in self._rows]
+        self._rows, self._row, self._back = [("stdout", "")], 0, False
+        return done
+
+
+@dataclass(slots=True)
+class _Pipe:
+    fd: int
+    name: str
+    decoder: codecs.IncrementalDecoder
+    data: bytes = b""
+    mark: int = 0  # number of the mark it stands at; what follows waits
+    open: bool = True
+
+
+class RankOutput:
+    """Reads one rank's two pipes and tells what was written, in order.
+
+    Parameters
+    ----------
+    stdout, stderr
+        Read ends; set non-blocking and closed here.
+    token
+        The cluster's secret, which makes a mark a mark.
+    log
+        Gets every byte of text, marks taken out.
+    on_text
+        Called with the stream's name and decoded text.
+    on_mark
+        Called with a mark's kind and number once both pipes have reached it; returns False if what belongs there has
+        not arrived yet.
+    """
+
+    def __init__(
+        self,
+        stdout: int,
+        stderr: int,
+        token: str,
+        log: IO[bytes],
+        on_text: Callable[[str, str], None],
+        on_mark: Callable[[str, int], bool],
+    ) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")
+        self._pipes = [_Pipe(fd, name, decoder("replace")) for fd, name in ((stdout, "stdout"), (stderr, "stderr"))]
+        for fd in (stdout, stderr):
+            os.set_blocking(fd, False)
+        self._begin = f"\x1b]nbdist;{token};".encode()
+        self._log = log
+        self._on_text = on_text
+        self._on_mark = on_mark
+        self._held: tuple[str, int] | None = None  # a mark both pipes stand at, whose message is awaited
+        self._since_s = 0.0
+        self._tail: deque[str] = deque(maxlen=8)
+
+    def fds(self) -> list[int]:
+        """The descriptors to wait for: open ones that are not held at a mark."""
+        return [p.fd for p in self._pipes if p.open and not p.mark]
+
+    @property
+    def ended(self) -> bool:
+        """Both pipes are at their end."""
+        return not any(p.open for p in self._pipes)
+
+    def read(self) -> int:
+        """Read what has arrived on pipes that are not held; how many bytes."""
+        total = 0
+        for pipe in self._pipes:
+            if not pipe.open or pipe.mark:
+                continue
+            try:
+                data = os.read(pipe.fd, READ_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                pipe.open = False
+            total += len(data)
+            pipe.data += data
+        self.advance()
+        return total
+
+    def advance(self) -> None:
+        """Go on past marks whose other half, or message, has arrived, or has been waited for long enough."""
+        moved = True
+        while moved:
+            moved = False
+            for pipe in self._pipes:
+                moved |= self._consume(pipe)
+            moved |= self._pass_mark()
+
+    def _consume(self, pipe: _Pipe) -> bool:
+        """Hand on the pipe's text up to its next mark; True if anything changed."""
+        if pipe.mark or not pipe.data:
+            if not pipe.open and not pipe.mark:
+                self._text(pipe, b"", final=True)
+            return False
+        at = pipe.data.find(self._begin)
+        if at >= 0:
+            end = pipe.data.find(b"\x07", at)
+            if end < 0 and pipe.open:
+                self._text(pipe, pipe.data[:at])
+                pipe.data = pipe.data[at:]
+                return False
+            self._text(pipe, pipe.data[:at])
+            kind, _, number = pipe.data[at + len(self._begin) : end].partition(b";")
+            pipe.data = pipe.data[end + 1 :]
+            pipe.mark = int(number)
+            self._kind = kind.decode()
+            self._since_s = time.monotonic()
+            return True
+        keep = self._may_begin(pipe.data) if pipe.open else 0
+        self._text(pipe, pipe.data[: len(pipe.data) - keep], final=not pipe.open)
+        pipe.data = pipe.data[len(pipe.data) - keep :]
+        return False
+
+    def _may_begin(self, data: bytes) -> int:
+        """How many bytes at the end could be the beginning of a mark."""
+        at = data.rfind(b"\x1b", -len(self._begin))
+        return len(data) - at if at >= 0 and self._begin.startswith(data[at:]) else 0
+
+    def _text(self, pipe: _Pipe, data: bytes, final: bool = False) -> None:
+        if data:
+            self._log.write(data)
+        if text := pipe.decoder.decode(data, final):
+            self._tail.append(text[-2000:])
+            self._on_text(pipe.name, text)
+
+    def _pass_mark(self) -> bool:
+        first, second = self._pipes
+        marks = [p.mark for p in self._pipes if p.mark]
+        if not marks:
+            return False
+        waited = time.monotonic() - self._since_s > _HOLD_S
+        if len(marks) == 1 and not waited and all(p.open for p in self._pipes):
+            return False
+        number = min(marks)
+        if not self._on_mark(self._kind, number) and not waited:
+            return False
+        for pipe in (first, second):
+            if pipe.mark == number:
+                pipe.mark = 0
+        return True
+
+    def held(self) -> bool:
+        """Does a pipe stand at a mark?"""
+        return any(p.mark for p in self._pipes)
+
+    def tail(self, lines: int = 12) -> list[str]:
+        """The last lines that were written."""
+        return "".join(self._tail).splitlines()[-lines:]
+
+    def close(self) -> None:
+        """Read no more."""
+        for pipe in self._pipes:
+            pipe.open = False
+            os.close(pipe.fd)

@@ -1,0 +1,122 @@
+"""One rank as the notebook sees it: its process, its pipes, what it does."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nbdist.errors import StartError
+from nbdist.notebook.launch import ForkServer
+from nbdist.notebook.logs import RankLog
+from nbdist.notebook.output import RankOutput
+from nbdist.wire import messages as m
+
+__all__ = ["RankProcess", "how_it_ended", "start_rank"]
+
+_PIPE_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class RankProcess:
+    """A rank's process.
+
+    Attributes
+    ----------
+    state
+        ``starting``, ``idle``, ``busy`` or ``dead``.
+    exit_status
+        As waitpid gives it; None if unknown, e.g. when the fork server was gone by then.
+    replaced
+        It took the place of a rank that died: variables of earlier cells are gone.
+    """
+
+    rank: int
+    pid: int
+    log: RankLog
+    output: RankOutput = field(init=False)
+    state: str = "starting"
+    ready: m.Ready | None = None
+    failure: m.StartFailed | None = None
+    exit_status: int | None = None
+    died_s: float | None = None
+    displays: dict[int, m.DisplayData | m.ClearOutput] = field(default_factory=dict)
+    end_mark: int = 0
+    late: list[tuple[str, str]] = field(default_factory=list)
+    group: str = "none"
+    steps: int = 0
+    replaced: bool = False
+
+    @property
+    def identity(self) -> bytes:
+        """The name under which it dials the notebook."""
+        return f"{self.rank}:{self.pid}".encode()
+
+    @property
+    def alive(self) -> bool:
+        """Its process has not ended, as far as is known."""
+        return self.state != "dead"
+
+
+def start_rank(
+    server: ForkServer,
+    spec: Mapping[str, Any],
+    log_path: Path | None,
+    on_text: Callable[[RankProcess, str, str], None],
+    on_mark: Callable[[RankProcess, str, int], bool],
+) -> RankProcess:
+    """Fork one rank and read its pipes.
+
+    Raises
+    ------
+    StartError
+        If no process or pipe can be had.
+    """
+    ends: list[int] = []
+    try:
+        for _ in range(2):
+            ends += os.pipe2(os.O_CLOEXEC)
+        for read_end in ends[::2]:
+            try:
+                fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            except OSError:  # over the user's limit for pipes: the default size does too
+                break
+        pid = server.fork(spec, ends[1], ends[3])
+    except OSError as error:
+        for fd in ends:
+            os.close(fd)
+        raise StartError(f"a worker could not be started: {error.strerror}") from error
+    except BaseException:
+        for fd in ends:
+            os.close(fd)
+        raise
+    os.close(ends[1])
+    os.close(ends[3])
+    process = RankProcess(rank=spec["rank"], pid=pid, log=RankLog(log_path))
+    process.output = RankOutput(
+        ends[0],
+        ends[2],
+        spec["token"],
+        process.log,
+        lambda stream, text: on_text(process, stream, text),
+        lambda kind, number: on_mark(process, kind, number),
+    )
+    return process
+
+
+def how_it_ended(status: int | None) -> str:
+    """The end of a process in words: ``exited with code 7``, ``was killed by signal 9 (SIGKILL)``."""
+    if status is None:
+        return "ended"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        try:
+            name = f" ({signal.Signals(number).name})"
+        except ValueError:
+            name = ""
+        return f"was killed by signal {number}{name}"
+    return f"exited with code {os.waitstatus_to_exitcode(status)}"

@@ -1,0 +1,179 @@
+"""Known mistakes and their remedies, and which errors only follow from another rank's.
+
+torch offers text where one would like a type. The patterns stand here, in one place, each with the torch versions it was
+seen in; nothing else in nbdist looks at the text of an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from nbdist.errors import CollectiveBroken
+
+__all__ = ["HINTS", "Hint", "find_hint", "is_secondary"]
+
+# gloo 2.9 to 2.13: what a collective raises when a peer's connection has ended
+_CONNECTION_LOST = re.compile(
+    r"Connection (?:closed|reset) by peer|Broken pipe|Read error|Write error|Socket closed|"
+    r"Transport endpoint is not connected|Application timeout caused pair closure|remote process exited|"
+    r"NCCL (?:communicator|operation).*abort|ncclCommAbort|ncclRemoteError"
+)
+
+
+class Hint(NamedTuple):
+    """One known mistake.
+
+    Attributes
+    ----------
+    ename
+        Type name of the error.
+    pattern
+        Matched against its text.
+    remedy
+        One line; may use the pattern's groups, or be a function of match and namespace.
+    seen
+        torch versions whose text it fits.
+    """
+
+    ename: str
+    pattern: re.Pattern[str]
+    remedy: str | Callable[[re.Match[str], Mapping[str, Any]], str | None]
+    seen: str
+
+
+def _unused_parameters(match: re.Match[str], namespace: Mapping[str, Any]) -> str | None:
+    indices = re.search(r"Parameter indices which did not receive grad[^:]*:\s*([\d ]+)", match.string)
+    names: list[str] = []
+    for value in list(namespace.values()):
+        if type(value).__name__ == "DistributedDataParallel" and indices:
+            trainable = [n for n, p in value.module.named_parameters() if p.requires_grad]
+            wanted = [int(i) for i in indices.group(1).split()]
+            if wanted and max(wanted) < len(trainable):
+                names = [trainable[i] for i in wanted]
+    which = f"{', '.join(names)} took no part in the loss" if names else "some parameters took no part in the loss"
+    return f"{which}: use them in forward, or wrap with DDP(model, find_unused_parameters=True)"
+
+
+def _meta_parameter(match: re.Match[str], namespace: Mapping[str, Any]) -> str | None:
+    import torch
+
+    found: dict[str, list[str]] = {}
+    for value in list(namespace.values()):
+        if isinstance(value, torch.nn.Module):
+            devices: dict[str, list[str]] = {}
+            for name, parameter in value.named_parameters():
+                devices.setdefault(str(parameter.device), []).append(name)
+            if len(devices) > 1 or "meta" in devices:
+                fewest = min(devices, key=lambda d: (d != "meta", len(devices[d])))
+                found.setdefault(fewest, []).extend(devices[fewest])
+    if not found:
+        return "move the model and its input to the rank's device: model.to(device), x.to(device)"
+    device, names = next(iter(found.items()))
+    return f"{', '.join(names[:4])} is on {device}: move the whole model with model.to(device) before wrapping it"
+
+
+HINTS: tuple[Hint, ...] = (
+    Hint(
+        "RuntimeError",
+        re.compile(r"Expected to have finished reduction in the prior iteration"),
+        _unused_parameters,
+        "2.9-2.13",
+    ),
+    Hint(
+        "ValueError",
+        re.compile(r"device_ids.*(?:CPU|cpu)|DistributedDataParallel device_ids and output_device"),
+        "on CPU ranks leave device_ids out: DDP(model), or use nbdist.ddp(model), which is right on both",
+        "2.9-2.13",
+    ),
+    Hint(
+        "RuntimeError",
+        re.compile(r"FSDP needs a non-CPU accelerator device"),
+        'on CPU ranks give FSDP(model, device_id=torch.device("cpu")), or use fully_shard(model)',
+        "2.9-2.13",
+    ),
+    Hint(
+        "RuntimeError",
+        re.compile(r"(?:Missing|Unexpected) key\(s\) in state_dict:[\s\S]*\"module\."),
+        "the 'module.' prefix comes from DDP: save model.module.state_dict(), or load into the wrapped model",
+        "2.9-2.13",
+    ),
+    Hint(
+        "*",
+        re.compile(r"(?:on|in|for|from|of) (?:the )?(?:\S+ )?meta\b|meta tensor|Expected all tensors to be on the same device"),
+        _meta_parameter,
+        "2.9-2.13",
+    ),
+    Hint(
+        "ValueError",
+        re.compile(r"sampler option is mutually exclusive with shuffle"),
+        "a sampler shuffles by itself: DistributedSampler(data, shuffle=True) and no shuffle= in the DataLoader",
+        "2.9-2.13",
+    ),
+    Hint(
+        "RuntimeError",
+        re.compile(r"DataLoader worker .*(?:exited unexpectedly|killed by signal)"),
+        "a loader worker died: the usual reasons are too little host memory, or a full /dev/shm (bus error)",
+        "2.9-2.13",
+    ),
+    Hint(
+        "AttributeError",
+        re.compile(r"Can't get (?:local )?(?:attribute|object) '\w+' on <module '__m(?:ain|p_main)__'"),
+        "a class of a cell cannot be imported by a spawned process: use the fork start method, or put it in a module file",
+        "python 3.11-3.14",
+    ),
+    Hint(
+        "KeyError",
+        re.compile(r"allocated_bytes\.all\.current"),
+        "there is no CUDA device here: torch.cuda's memory reports need one",
+        "2.9-2.13",
+    ),
+    Hint(
+        "AttributeError",
+        re.compile(r"_cuda_record_memory_history|_cuda_memorySnapshot|_cuda_attach_out_of_memory_observer"),
+        "this is a CPU build of torch: memory history and snapshots need a CUDA device",
+        "2.9-2.13",
+    ),
+)
+
+
+def find_hint(error: BaseException, namespace: Mapping[str, Any]) -> str | None:
+    """One line that names the remedy of a known mistake, or None.
+
+    Parameters
+    ----------
+    error
+        What the cell raised.
+    namespace
+        The cell's variables, where parameters are looked up by name.
+    """
+    try:
+        text = str(error)
+    except Exception:  # a user's __str__ may raise anything
+        return None
+    for hint in HINTS:
+        if hint.ename not in ("*", type(error).__name__):
+            continue
+        if match := hint.pattern.search(text):
+            if isinstance(hint.remedy, str):
+                return hint.remedy
+            try:
+                return hint.remedy(match, namespace)
+            except Exception:  # looking through the user's objects may raise; the error itself matters more
+                return None
+    return None
+
+
+def is_secondary(error: BaseException | None) -> bool:
+    """Does this error say no more than that another rank has gone?"""
+    if error is None:
+        return False
+    if isinstance(error, CollectiveBroken):
+        return True
+    if not isinstance(error, RuntimeError | ConnectionError):
+        return False
+    try:
+        return _CONNECTION_LOST.search(str(error)) is not None
+    except Exception:  # a user's __str__ may raise anything
+        return False
