@@ -19,6 +19,7 @@ __all__ = ["MemoryUse"]
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SHARE = 400  # an expensive reading is repeated only after this many times what it cost
 _PROCESS_S = 1.0  # at most how often the kernel is asked for shared pages
+_DEVICE_S = 1.0  # at most how often the driver is asked
 _STATES_S = 2.0  # at most how often the model's tensors are counted
 
 
@@ -39,6 +40,8 @@ class MemoryUse:
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._states: dict[str, int | None] = dict.fromkeys(("parameters_bytes", "gradients_bytes", "optimizer_bytes"))
         self._states_at_s = 0.0
+        self._device_values: dict[str, Any] = {}
+        self._device_at_s = 0.0
         self._reader: gpu.Reader | None = None
         self._reader_known = False
         self._no_reader: str | None = None
@@ -46,7 +49,7 @@ class MemoryUse:
     def begin(self) -> None:
         """A run begins: count its model's tensors at its first step."""
         self._states_at_s = 0.0
-        self._process_at_s = 0.0
+        self._process_at_s = self._device_at_s = 0.0
 
     def read(self) -> dict[str, Any]:
         """One reading; called on the I/O thread.
@@ -57,13 +60,12 @@ class MemoryUse:
             ``process_pss_bytes`` (shared pages divided among those who share them: adds up over ranks),
             ``process_uss_bytes`` (pages of this process alone), ``process_rss_bytes`` (shared pages counted in full);
             ``parameters_bytes``, ``gradients_bytes``, ``optimizer_bytes`` as held by this rank at the end of a step;
-            ``gpu_allocated_bytes``, ``gpu_reserved_bytes``, ``gpu_peak_bytes``, ``gpu_inactive_split_bytes``,
-            ``gpu_retries`` of torch's allocator; ``device_name``, ``device_uuid``, ``device_total_bytes``,
-            ``device_used_bytes`` (everybody), ``device_process_bytes`` (this process, where the driver tells),
-            ``device_outside_bytes`` (used, but not by this rank's allocator), ``device_load_percent``,
-            ``device_power_w``, ``device_power_limit_w``, ``device_temperature_c``, ``device_throttle`` (list of words)
-            of the GPU; ``device_reason``, why there is no GPU to read, and ``device_reasons``, by name, why a number
-            is None.
+            ``allocated_bytes``, ``reserved_bytes``, ``peak_bytes``, ``inactive_split_bytes``, ``alloc_retries`` of
+            torch's allocator; ``device_name``, ``device_uuid``, ``device_total_bytes``, ``device_used_bytes``
+            (everybody), ``device_process_bytes`` (this process, where the driver tells), ``device_outside_bytes``
+            (used, but not by this rank's allocator), ``load_percent``, ``power_w``, ``power_limit_w``,
+            ``temperature_c``, ``throttle`` (list of words) of the GPU; ``device_reason``, why there is no GPU to read,
+            and ``device_reasons``, by name, why a number is None.
         """
         return self._process() | self._states | self._allocator_and_device()
 
@@ -131,10 +133,10 @@ class MemoryUse:
     def _allocator_and_device(self) -> dict[str, Any]:
         values: dict[str, Any] = dict.fromkeys(
             (
-                *("gpu_allocated_bytes", "gpu_reserved_bytes", "gpu_peak_bytes", "gpu_inactive_split_bytes"),
-                *("gpu_retries", "device_name", "device_uuid", "device_total_bytes", "device_used_bytes"),
-                *("device_process_bytes", "device_outside_bytes", "device_load_percent", "device_power_w"),
-                *("device_power_limit_w", "device_temperature_c", "device_throttle", "device_reason"),
+                *("allocated_bytes", "reserved_bytes", "peak_bytes", "inactive_split_bytes"),
+                *("alloc_retries", "device_name", "device_uuid", "device_total_bytes", "device_used_bytes"),
+                *("device_process_bytes", "device_outside_bytes", "load_percent", "power_w"),
+                *("power_limit_w", "temperature_c", "throttle", "device_reason"),
             )
         ) | {"device_reasons": {}}
         index = None
@@ -144,37 +146,43 @@ class MemoryUse:
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 index = self._device.index if self._device.index is not None else torch.cuda.current_device()
                 stats = torch.cuda.memory_stats(index)
-                values["gpu_allocated_bytes"] = stats.get("allocated_bytes.all.current", 0)
-                values["gpu_reserved_bytes"] = stats.get("reserved_bytes.all.current", 0)
-                values["gpu_peak_bytes"] = stats.get("allocated_bytes.all.peak", 0)
-                values["gpu_inactive_split_bytes"] = stats.get("inactive_split_bytes.all.current", 0)
-                values["gpu_retries"] = stats.get("num_alloc_retries", 0)
+                values["allocated_bytes"] = stats.get("allocated_bytes.all.current", 0)
+                values["reserved_bytes"] = stats.get("reserved_bytes.all.current", 0)
+                values["peak_bytes"] = stats.get("allocated_bytes.all.peak", 0)
+                values["inactive_split_bytes"] = stats.get("inactive_split_bytes.all.current", 0)
+                values["alloc_retries"] = stats.get("num_alloc_retries", 0)
+        if monotonic() >= self._device_at_s:
+            started_s = perf_counter()
+            self._device_values = self._ask_device(index)
+            self._device_at_s = monotonic() + max(_DEVICE_S, _SHARE * (perf_counter() - started_s))
+        values |= self._device_values
+        used, reserved = values["device_used_bytes"], values["reserved_bytes"]
+        if used is not None and reserved is not None:
+            values["device_outside_bytes"] = max(0, used - reserved)
+        return values
+
+    def _ask_device(self, index: int | None) -> dict[str, Any]:
         reader = self._find_reader(index)
-        values["device_reason"] = self._no_reader
         if reader is None:
-            return values
+            return {"device_reason": self._no_reader}
         device = reader.read()
-        values |= {
+        return {
             "device_name": device.name,
             "device_uuid": device.uuid,
             "device_total_bytes": device.memory_total_bytes,
             "device_used_bytes": device.memory_used_bytes,
             "device_process_bytes": device.process_bytes(os.getpid()),
-            "device_load_percent": device.load_percent,
-            "device_power_w": device.power_w,
-            "device_power_limit_w": device.power_limit_w,
-            "device_temperature_c": device.temperature_c,
-            "device_throttle": None if device.throttle is None else list(device.throttle),
+            "load_percent": device.load_percent,
+            "power_w": device.power_w,
+            "power_limit_w": device.power_limit_w,
+            "temperature_c": device.temperature_c,
+            "throttle": None if device.throttle is None else list(device.throttle),
             "device_reasons": {
-                f"device_{name.removeprefix('memory_')}": reason
+                name.replace("memory_", "device_"): reason
                 for name, reason in device.reasons.items()
                 if name not in ("memory_free_bytes", "processes")
             },
         }
-        used, reserved = device.memory_used_bytes, values["gpu_reserved_bytes"]
-        if used is not None and reserved is not None:
-            values["device_outside_bytes"] = max(0, used - reserved)
-        return values
 
     def _find_reader(self, index: int | None) -> gpu.Reader | None:
         """NVML's device behind this rank's: by UUID once CUDA runs, before that by what the environment says."""

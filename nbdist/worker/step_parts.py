@@ -58,14 +58,11 @@ class StepParts:
         self._device = device
         self._stepped = stepped
         self._called = called
-        self._installed = False
         self._grad_enabled: Callable[[], bool] = lambda: False
-        self.active = False
         self._thread = threading.get_ident()
         self._now: Callable[[], Any] = perf_counter
         self._pool: list[Any] = []
         self._start_again()
-        os.register_at_fork(after_in_child=self.end)  # a DataLoader worker must not touch the parent's CUDA events
 
     def _start_again(self) -> None:
         self._stack: list[str] = []
@@ -82,14 +79,20 @@ class StepParts:
 
     def begin(self) -> None:
         """Measure from here on; call it on the thread that trains."""
-        self.install()
+        import torch
+
+        global _at_work
+        _install()
         self._start_again()
+        self._grad_enabled = torch.is_grad_enabled
         self._thread = threading.get_ident()
-        self.active = True
+        _at_work = self
 
     def end(self) -> None:
         """Measure no more; what was measured can still be read."""
-        self.active = False
+        global _at_work
+        if _at_work is self:
+            _at_work = None
 
     # ---- marks
 
@@ -129,7 +132,12 @@ class StepParts:
 
     def _ours(self) -> bool:
         """Whether the present thread does this rank's step: the cell's, or autograd's while the cell's waits for it."""
-        return self.active and (self._in_backward or threading.get_ident() == self._thread)
+        return self._in_backward or threading.get_ident() == self._thread
+
+    @property
+    def inside(self) -> bool:
+        """Whether a module called now is part of what is being measured (a closure makes optimizers call some)."""
+        return bool(self._stack) and self._stack[-1] != "optimizer"
 
     # ---- what the patched places call
 
@@ -156,7 +164,7 @@ class StepParts:
     def forward(self, call: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module; the outermost one's time is the forward part."""
         __tracebackhide__ = True
-        if not self.active or (self._stack and self._stack[-1] != "optimizer") or not self._ours():
+        if not self._ours():
             return call(module, *args, **kwargs)
         self._called(module)
         if not self._from_loader and not self._counted and module.training and self._grad_enabled():
@@ -209,11 +217,13 @@ class StepParts:
         finally:
             self.leave(level)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def before_step(self) -> None:
+        """An optimizer's ``step()`` begins."""
         if self._ours():
             self.enter("optimizer")
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's ``step()`` has ended."""
         if not self._ours():
             return
         if self._stack and self._stack[-1] == "optimizer":
@@ -278,73 +288,92 @@ class StepParts:
             total = None
         done, step_s = loader._num_yielded, self._latest["step_s"]
         left_s = None if total is None or step_s is None else (total - done) * step_s
-        return {"name": "batches", "done": done, "total": total, "left_s": left_s, "active": self.active}
+        return {"name": "batches", "done": done, "total": total, "left_s": left_s, "active": _at_work is self}
 
-    # ---- once a process
 
-    def install(self) -> None:
-        """Put the marks' places into torch, for the life of this process."""
-        if self._installed:
-            return
-        self._installed = True
-        import torch
-        import torch.distributed as dist
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-        from torch.utils.data import dataloader
+_at_work: StepParts | None = None  # whose cell runs
+_installed = False
 
-        parts = self
-        self._grad_enabled = torch.is_grad_enabled
-        is_compiling = torch.compiler.is_compiling
-        next_batch = dataloader._BaseDataLoaderIter.__next__
-        iterate = dataloader.DataLoader.__iter__
-        call = torch.nn.Module.__call__
-        backward = torch.autograd.backward
 
-        @functools.wraps(next_batch)
-        def timed_next(self: Any) -> Any:
+def _install() -> None:
+    """Put the marks' places into torch, for the life of this process."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    import torch
+    import torch.distributed as dist
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+    from torch.utils.data import dataloader
+
+    is_compiling = torch.compiler.is_compiling  # traced by torch.compile: nothing to measure, nothing to guard on
+    next_batch = dataloader._BaseDataLoaderIter.__next__
+    iterate = dataloader.DataLoader.__iter__
+    call = torch.nn.Module.__call__
+    backward = torch.autograd.backward
+
+    @functools.wraps(next_batch)
+    def timed_next(self: Any) -> Any:
+        __tracebackhide__ = True
+        if is_compiling() or (parts := _at_work) is None:
+            return next_batch(self)
+        batch = parts.data(next_batch, self)
+        parts.batch(self, batch)
+        return batch
+
+    @functools.wraps(iterate)
+    def timed_iterate(self: Any) -> Any:
+        __tracebackhide__ = True
+        return iterate(self) if is_compiling() or (parts := _at_work) is None else parts.data(iterate, self)
+
+    @functools.wraps(call)
+    def timed_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if is_compiling() or (parts := _at_work) is None or parts.inside:
+            return call(self, *args, **kwargs)
+        return parts.forward(call, self, args, kwargs)
+
+    @functools.wraps(backward)
+    def timed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if is_compiling() or (parts := _at_work) is None:
+            return backward(tensors, *args, **kwargs)
+        return parts.backward(backward, tensors, args, kwargs)
+
+    def timed_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(wait)
+        def waits(*args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
-            if is_compiling():  # traced by torch.compile: there is nothing to measure, and nothing to guard on
-                return next_batch(self)
-            batch = parts.data(next_batch, self)
-            parts.batch(self, batch)
-            return batch
+            if is_compiling() or (parts := _at_work) is None:
+                return wait(*args, **kwargs)
+            return parts.wait(wait, args, kwargs)
 
-        @functools.wraps(iterate)
-        def timed_iterate(self: Any) -> Any:
-            __tracebackhide__ = True
-            return iterate(self) if is_compiling() else parts.data(iterate, self)
+        return waits
 
-        @functools.wraps(call)
-        def timed_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
-            if is_compiling():
-                return call(self, *args, **kwargs)
-            return parts.forward(call, self, args, kwargs)
+    def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if (parts := _at_work) is not None:
+            parts.before_step()
 
-        @functools.wraps(backward)
-        def timed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
-            if is_compiling():
-                return backward(tensors, *args, **kwargs)
-            return parts.backward(backward, tensors, args, kwargs)
+    def after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if (parts := _at_work) is not None:
+            parts.after_step(optimizer)
 
-        def timed_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(wait)
-            def waits(*args: Any, **kwargs: Any) -> Any:
-                __tracebackhide__ = True
-                return wait(*args, **kwargs) if is_compiling() else parts.wait(wait, args, kwargs)
+    dataloader._BaseDataLoaderIter.__next__ = timed_next  # type: ignore[method-assign]
+    dataloader.DataLoader.__iter__ = timed_iterate  # type: ignore[method-assign]
+    torch.nn.Module.__call__ = timed_call  # type: ignore[method-assign]
+    torch.autograd.backward = timed_backward
+    dist.Work.wait = timed_wait(dist.Work.wait)  # type: ignore[method-assign]
+    # with it DDP makes its buffers equal before each forward
+    dist._broadcast_coalesced = timed_wait(dist._broadcast_coalesced)  # type: ignore[attr-defined]
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
+    os.register_at_fork(after_in_child=_leave_fork)
 
-            return waits
 
-        dataloader._BaseDataLoaderIter.__next__ = timed_next  # type: ignore[method-assign]
-        dataloader.DataLoader.__iter__ = timed_iterate  # type: ignore[method-assign]
-        torch.nn.Module.__call__ = timed_call  # type: ignore[method-assign]
-        torch.autograd.backward = timed_backward
-        dist.Work.wait = timed_wait(dist.Work.wait)  # type: ignore[method-assign]
-        # with it DDP makes its buffers equal before each forward
-        dist._broadcast_coalesced = timed_wait(dist._broadcast_coalesced)  # type: ignore[attr-defined]
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+def _leave_fork() -> None:
+    """A DataLoader worker must not touch its parent's CUDA events."""
+    global _at_work
+    _at_work = None
 
 
 def _cuda_runs() -> bool:

@@ -312,8 +312,8 @@ class Telemetry:
         """One reading of this rank's state: JSON values, None where not available.
 
         Memory and GPU are described in `MemoryUse.read`, the parts of a step in `StepParts.read`; ``progress`` is a
-        list of rows of `Progress` (without a `track`, of the DataLoader in use); ``merged_points`` counts points that
-        gave way to later ones; further names come from the sources.
+        list of rows of `Progress`, the outermost running loop first (without a `track`: of the DataLoader in use);
+        ``merged_points`` counts points that gave way to later ones; further names come from the sources.
         """
         values: dict[str, Any] = {}
         for name, source in (*self._sources.items(), ("memory", self.memory.read), ("step parts", self.parts.read)):
@@ -326,7 +326,7 @@ class Telemetry:
                 self._notice(f"{name}: no longer measured ({type(error).__name__}: {error})")
             else:
                 values.update((k, v) for k, v in found.items() if v is not None or k not in values)
-        rows = [p.row() for p in list(self._progress.values())]
+        rows = sorted((p.row() for p in list(self._progress.values())), key=lambda row: not row["active"])
         loader = values.pop("loader", None)
         values["progress"] = rows if rows or loader is None else [loader]
         values["merged_points"] = self._merged
