@@ -15,10 +15,21 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from nbdist.errors import InputError, NotRunningError
 
-__all__ = ["agree", "device_of", "gather", "local_world_size", "require_group", "say", "signature"]
+__all__ = [
+    "agree",
+    "device_of",
+    "flat_shards",
+    "gather",
+    "local_world_size",
+    "require_group",
+    "say",
+    "signature",
+    "together",
+]
 
 T = TypeVar("T")
 
@@ -98,11 +109,22 @@ def gather(value: T) -> list[T]:
 
 def signature(model: nn.Module) -> list[str]:
     """One line for each parameter and buffer: name, shape, dtype; equal on every rank if the models are."""
+    flat = flat_shards(model)
     lines = [
-        f"parameter {n} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        f"parameter {n} {'' if id(p) in flat else tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
         for n, p in model.named_parameters()
     ]
     return lines + [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
+
+
+def flat_shards(model: nn.Module) -> set[int]:
+    """Ids of the parameters that version 1 of FSDP has cut up: their shapes here differ from rank to rank."""
+    return {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, FullyShardedDataParallel) and module.sharding_strategy is not ShardingStrategy.NO_SHARD
+        for p in module.parameters()
+    }
 
 
 def agree(call: str, check: Callable[[], tuple[T, Mapping[str, object]]]) -> T:
@@ -146,6 +168,11 @@ def agree(call: str, check: Callable[[], tuple[T, Mapping[str, object]]]) -> T:
             if theirs.get(name) != answers[0][1][name]:
                 raise InputError(_difference(call, name, facts.get(name, told.get(name)), rank, answers))
     return result  # type: ignore[return-value]
+
+
+def together(call: str, action: Callable[[], T]) -> T:
+    """Run what may fail on some ranks (a file, a folder) on every rank; where one fails, all raise, none waits."""
+    return agree(call, lambda: (action(), {}))
 
 
 def _digest(fact: object) -> str:
