@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nbdist.doctor.checks_gpu import GIB, GPU_CHECKS, seen_by_cuda
 from nbdist.doctor.facts import Facts
-from nbdist.doctor.finding import Finding, Verdict
+from nbdist.doctor.finding import Finding, Verdict, fail, info, ok, warn
 from nbdist.doctor.nccl_problems import SHM_REMEDY
 
 __all__ = ["check", "explain_memory", "outside_address"]
@@ -47,25 +47,23 @@ def torch_import(facts: Facts) -> Iterator[Finding]:
         return
     if torch.error:
         missing = "No module named 'torch'" in torch.error
-        yield Finding(
-            name="torch",
-            verdict="fail",
-            fact="torch is not installed" if missing else f"torch cannot be imported: {torch.error}",
-            matters="no rank can start",
-            remedy="pip install torch"
+        yield fail(
+            "torch",
+            "torch is not installed" if missing else f"torch cannot be imported: {torch.error}",
+            "no rank can start",
+            "pip install torch"
             if missing
             else "reinstall it in this environment (pip install --force-reinstall torch)",
         )
     elif torch.version:
         if torch.gloo is not False:
-            yield Finding(name="torch", verdict="ok", fact=torch.version)
+            yield ok("torch", torch.version)
         else:
-            yield Finding(
-                name="torch",
-                verdict="fail",
-                fact=f"torch {torch.version} was built without gloo",
-                matters="CPU ranks and the checks between ranks need it",
-                remedy="install torch from PyPI",
+            yield fail(
+                "torch",
+                f"torch {torch.version} was built without gloo",
+                "CPU ranks and the checks between ranks need it",
+                "install torch from PyPI",
             )
 
 
@@ -76,14 +74,14 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
     free = facts.shm_bytes if facts.shm_free_bytes is None else facts.shm_free_bytes
     small, full = facts.shm_bytes < SMALL_SHM, free < SMALL_SHM
     if not (small or full):
-        yield Finding(name="shared memory", verdict="ok", fact=f"/dev/shm has {_size(facts.shm_bytes)}")
+        yield ok("shared memory", f"/dev/shm has {_size(facts.shm_bytes)}")
         return
     seen = seen_by_cuda(facts)
     needed = bool((seen and len(seen.devices) > 1) or facts.loader_workers)
     yield Finding(
         name="shared memory",
         verdict="fail" if small and needed else "warn",
-        fact=f"/dev/shm has {_size(facts.shm_bytes)}{' (docker gives 64 MB by default)' * (facts.shm_bytes == 64 * MIB)}"
+        fact=f"/dev/shm has {_size(facts.shm_bytes)}" + " (docker's default of 64 MB)" * (facts.shm_bytes == 64 * MIB)
         if small
         else f"/dev/shm has only {_size(free)} left",
         matters="NCCL's shared-memory segments and DataLoader workers need it (workers are killed by a bus error)",
@@ -105,28 +103,26 @@ def limits(facts: Facts) -> Iterator[Finding]:
             remedy="docker --ulimit memlock=-1, systemd LimitMEMLOCK=infinity" if several else "",
         )
     elif memlock is not None:
-        yield Finding(name="locked memory", verdict="ok", fact="unlimited" if memlock == -1 else _size(memlock))
+        yield ok("locked memory", "unlimited" if memlock == -1 else _size(memlock))
     if nofile is not None and 0 <= nofile < FILES:
-        yield Finding(
-            name="open files",
-            verdict="warn",
-            fact=f"nofile is {nofile}",
-            matters="DataLoader workers pass tensors as open files: 'Too many open files'",
-            remedy="docker --ulimit nofile=65536:65536, systemd LimitNOFILE=65536, `ulimit -n 65536`",
+        yield warn(
+            "open files",
+            f"nofile is {nofile}",
+            "DataLoader workers pass tensors as open files: 'Too many open files'",
+            "docker --ulimit nofile=65536:65536, systemd LimitNOFILE=65536, `ulimit -n 65536`",
         )
     elif nofile is not None:
-        yield Finding(name="open files", verdict="ok", fact="unlimited" if nofile == -1 else str(nofile))
+        yield ok("open files", "unlimited" if nofile == -1 else str(nofile))
     need = PIDS_PER_RANK * num_ranks(facts)
     if facts.processes is not None and 0 <= facts.processes < need:
-        yield Finding(
-            name="processes",
-            verdict="warn",
-            fact=f"{facts.processes} processes and threads allowed, {num_ranks(facts)} ranks may want {need}",
-            matters="starting a rank or a DataLoader worker fails with 'Resource temporarily unavailable'",
-            remedy="docker --pids-limit=-1, `ulimit -u unlimited`",
+        yield warn(
+            "processes",
+            f"{facts.processes} processes and threads allowed, {num_ranks(facts)} ranks may want {need}",
+            "starting a rank or a DataLoader worker fails with 'Resource temporarily unavailable'",
+            "docker --pids-limit=-1, `ulimit -u unlimited`",
         )
     elif facts.processes is not None:
-        yield Finding(name="processes", verdict="ok", fact="enough allowed")
+        yield ok("processes", "enough allowed")
 
 
 def cpus_and_memory(facts: Facts) -> Iterator[Finding]:
@@ -139,33 +135,26 @@ def cpus_and_memory(facts: Facts) -> Iterator[Finding]:
         fact = f"{usable:g} CPU{'s' * (usable != 1)}" + (f" (limit; the machine has {facts.cpus})" if limited else "")
         workers = facts.loader_workers or LOADER_WORKERS
         if usable < ranks:
-            yield Finding(
-                name="CPUs",
-                verdict="warn",
-                fact=f"{fact}: {ranks} ranks x {workers} loader workers do not fit",
-                matters="ranks and DataLoader workers wait for each other, and GPUs for them",
-                remedy="give it more (docker --cpus), use fewer workers, and set OMP_NUM_THREADS=1",
+            yield warn(
+                "CPUs",
+                f"{fact}: {ranks} ranks x {workers} loader workers do not fit",
+                "ranks and DataLoader workers wait for each other, and GPUs for them",
+                "give it more (docker --cpus), use fewer workers, and set OMP_NUM_THREADS=1",
             )
         elif limited:
-            yield Finding(
-                name="CPUs",
-                verdict="info",
-                fact=fact,
-                matters=f"room for {max(int(usable / ranks) - 1, 0)} DataLoader workers per rank",
-            )
+            yield info("CPUs", fact, f"room for {max(int(usable / ranks) - 1, 0)} DataLoader workers per rank")
         else:
-            yield Finding(name="CPUs", verdict="ok", fact=fact)
+            yield ok("CPUs", fact)
     memory, limit = facts.memory_bytes, facts.memory_limit_bytes
     if limit is not None and (memory is None or limit < memory):
         host = f"; the machine has {_size(memory)}" if memory else ""
-        yield Finding(
-            name="memory",
-            verdict="info",
-            fact=f"{_size(limit)} (container limit{host})",
-            matters=f"beyond it the kernel kills a rank (SIGKILL); {_size(limit // ranks)} for each of {ranks} ranks",
+        yield info(
+            "memory",
+            f"{_size(limit)} (container limit{host})",
+            f"beyond it the kernel kills a rank (SIGKILL); {_size(limit // ranks)} for each of {ranks} ranks",
         )
     elif memory:
-        yield Finding(name="memory", verdict="ok", fact=_size(memory))
+        yield ok("memory", _size(memory))
 
 
 # What each left-over variable does: the values that do it, whether it hurts on one node, how it is said.
@@ -218,14 +207,9 @@ def variables(facts: Facts) -> Iterator[Finding]:
     preset = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n in set_here]
     if preset:
         quiet = False
-        yield Finding(
-            name="variables",
-            verdict="info",
-            fact=f"{', '.join(preset)} set in this environment",
-            matters="local ranks get their own values",
-        )
+        yield info("variables", f"{', '.join(preset)} set in this environment", "local ranks get their own values")
     if quiet:
-        yield Finding(name="variables", verdict="ok", fact="none that slows down or breaks anything")
+        yield ok("variables", "none that slows down or breaks anything")
 
 
 def _interfaces(facts: Facts) -> Iterator[Finding]:
@@ -280,24 +264,22 @@ def host_name(facts: Facts) -> Iterator[Finding]:
     if facts.hostname is None or found is None:
         return
     if not found:
-        yield Finding(
-            name="host name",
-            verdict="warn",
-            fact="this host's own name does not resolve",
-            matters="several nodes cannot find each other by it; on one node all works (ranks use 127.0.0.1)",
-            remedy="add it to /etc/hosts"
+        yield warn(
+            "host name",
+            "this host's own name does not resolve",
+            "several nodes cannot find each other by it; on one node all works (ranks use 127.0.0.1)",
+            "add it to /etc/hosts"
             + (f"; for several nodes use {outside_address(facts)}" if outside_address(facts) else ""),
         )
     elif not any(map(_reachable, found)) and facts.nodes > 1:
-        yield Finding(
-            name="host name",
-            verdict="warn",
-            fact=f"this host's own name resolves to {found[0]}",
-            matters="to every other node that address is itself",
-            remedy=f"use {outside_address(facts) or 'an address of a real interface'} as MASTER_ADDR",
+        yield warn(
+            "host name",
+            f"this host's own name resolves to {found[0]}",
+            "to every other node that address is itself",
+            f"use {outside_address(facts) or 'an address of a real interface'} as MASTER_ADDR",
         )
     else:
-        yield Finding(name="host name", verdict="ok", fact="resolves")
+        yield ok("host name", "resolves")
 
 
 def jupyter(facts: Facts) -> Iterator[Finding]:
@@ -307,32 +289,29 @@ def jupyter(facts: Facts) -> Iterator[Finding]:
         return
     lacking = [p for p in ("ipywidgets", "anywidget") if p not in packages]
     if lacking:
-        yield Finding(
-            name="Jupyter",
-            verdict="warn",
-            fact=f"{' and '.join(lacking)} not installed",
-            matters="the live dashboard is shown as text",
-            remedy=f"pip install {' '.join(lacking)}",
+        yield warn(
+            "Jupyter",
+            f"{' and '.join(lacking)} not installed",
+            "the live dashboard is shown as text",
+            f"pip install {' '.join(lacking)}",
         )
     elif "jupyterlab" not in packages:
-        yield Finding(
-            name="Jupyter",
-            verdict="info",
-            fact="JupyterLab is not in this environment, but in its server's",
-            matters="that one needs anywidget and jupyterlab_widgets to show the live dashboard",
+        yield info(
+            "Jupyter",
+            "JupyterLab is not in this environment, but in its server's",
+            "that one needs anywidget and jupyterlab_widgets to show the live dashboard",
         )
     elif len(facts.labextensions) < 2:
         lost = {"anywidget": "anywidget", "@jupyter-widgets/jupyterlab-manager": "jupyterlab_widgets"}
         names = [p for e, p in lost.items() if e not in facts.labextensions]
-        yield Finding(
-            name="Jupyter",
-            verdict="warn",
-            fact=f"JupyterLab lacks the front end of {' and '.join(names)}",
-            matters="the live dashboard is shown as text",
-            remedy=f"pip install --force-reinstall {' '.join(names)}, then reload the page",
+        yield warn(
+            "Jupyter",
+            f"JupyterLab lacks the front end of {' and '.join(names)}",
+            "the live dashboard is shown as text",
+            f"pip install --force-reinstall {' '.join(names)}, then reload the page",
         )
     else:
-        yield Finding(name="Jupyter", verdict="ok", fact=f"JupyterLab {packages['jupyterlab']}")
+        yield ok("Jupyter", f"JupyterLab {packages['jupyterlab']}")
 
 
 def allocation(facts: Facts) -> Iterator[Finding]:
@@ -340,14 +319,11 @@ def allocation(facts: Facts) -> Iterator[Finding]:
     v = facts.variables
     if "SLURM_JOB_ID" in v:
         nodes, tasks = v.get("SLURM_JOB_NUM_NODES", "?"), v.get("SLURM_NTASKS", "?")
-        yield Finding(
-            name="allocation",
-            verdict="info",
-            fact=f"inside a Slurm job: {nodes} nodes, {tasks} tasks",
-            matters="ranks are started on this machine only",
+        yield info(
+            "allocation", f"inside a Slurm job: {nodes} nodes, {tasks} tasks", "ranks are started on this machine only"
         )
     if facts.container not in (None, "none", "docker", "podman"):
-        yield Finding(name="allocation", verdict="info", fact=f"inside a container ({facts.container})")
+        yield info("allocation", f"inside a container ({facts.container})")
 
 
 CHECKS = (torch_import, *GPU_CHECKS, shared_memory, limits, cpus_and_memory, variables, host_name, jupyter, allocation)
@@ -385,7 +361,7 @@ def explain_memory(
     """
     cached = max(reserved_bytes - allocated_bytes, 0)
     found = [
-        Finding(name="allocated", verdict="ok", fact=f"{_size(allocated_bytes)} in tensors"),
+        ok("allocated", f"{_size(allocated_bytes)} in tensors"),
         Finding(
             name="reserved",
             verdict="info" if inactive_split_bytes > reserved_bytes // 5 else "ok",
@@ -401,7 +377,7 @@ def explain_memory(
         outside = max(used_bytes - reserved_bytes, 0)
         of = f" of {_size(total_bytes)}" if total_bytes else ""
         fact = f"{_size(used_bytes)}{of}: {_size(outside)} outside torch (CUDA context, NCCL, other processes)"
-        found.append(Finding(name="GPU in use", verdict="ok", fact=fact))
+        found.append(ok("GPU in use", fact))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nbdist.doctor.facts import Facts
-from nbdist.doctor.finding import Finding
+from nbdist.doctor.finding import Finding, fail, info, ok, skipped, warn
 from nbdist.doctor.gpu import NO_GPU, Link
 from nbdist.doctor.visible import Visible, visible
 
@@ -44,32 +44,28 @@ def gpu_presence(facts: Facts) -> Iterator[Finding]:
     if facts.devices or found is None:
         if facts.devices:
             names = {d.name or "unknown" for d in facts.devices}
-            yield Finding(name="GPUs", verdict="ok", fact=f"{len(facts.devices)} × {', '.join(sorted(names))}")
+            yield ok("GPUs", f"{len(facts.devices)} × {', '.join(sorted(names))}")
         return
     reason, error = found.reason or NO_GPU, found.error
     if error not in (None, "LibraryNotFound", "ImportError"):
         short = reason.split(":")[0]
         remedy = _MENDS_NVML.get(error or "", "run nvidia-smi: it shows the driver's own message")
-        yield Finding(name="GPUs", verdict="fail", fact=short, matters="no GPU can be used or watched", remedy=remedy)
+        yield fail("GPUs", short, "no GPU can be used or watched", remedy)
     elif facts.pci_gpus:
-        yield Finding(
-            name="GPUs",
-            verdict="warn",
-            fact=f"{facts.pci_gpus} NVIDIA GPU{'s' * (facts.pci_gpus > 1)} on the PCI bus, but {reason}",
-            matters="training runs on the CPU (gloo)",
-            remedy="start the container with --gpus all (and the NVIDIA container toolkit)"
+        yield warn(
+            "GPUs",
+            f"{facts.pci_gpus} NVIDIA GPU{'s' * (facts.pci_gpus > 1)} on the PCI bus, but {reason}",
+            "training runs on the CPU (gloo)",
+            "start the container with --gpus all (and the NVIDIA container toolkit)"
             if facts.container not in (None, "none")
             else "install the NVIDIA driver",
         )
     elif facts.torch and facts.torch.cuda_available:
-        yield Finding(
-            name="GPUs",
-            verdict="info",
-            fact=f"CUDA works, but NVML does not: {reason}",
-            matters="memory, load and power of the GPUs cannot be shown",
+        yield info(
+            "GPUs", f"CUDA works, but NVML does not: {reason}", "memory, load and power of the GPUs cannot be shown"
         )
     else:
-        yield Finding(name="GPUs", verdict="info", fact=f"no GPU: gloo on CPU ({reason})")
+        yield info("GPUs", f"no GPU: gloo on CPU ({reason})")
 
 
 def torch_build(facts: Facts) -> Iterator[Finding]:
@@ -78,17 +74,16 @@ def torch_build(facts: Facts) -> Iterator[Finding]:
     if torch is None or torch.error or torch.version is None:
         return
     if not facts.devices:
-        yield Finding(name="driver", verdict="skipped", fact="no GPU")
+        yield skipped("driver", "no GPU")
         return
     count = len(facts.devices)
     gpus = f"{count} GPU{'s' * (count > 1)} present"
     if torch.cuda is None and torch.hip is None:
-        yield Finding(
-            name="torch",
-            verdict="warn",
-            fact=f"{gpus}, but torch {torch.version} cannot use them: the wheel is a CPU build",
-            matters="training runs on the CPU (gloo); the driver is not the cause",
-            remedy="install a CUDA build: pip install --force-reinstall torch (pytorch.org names the index)",
+        yield warn(
+            "torch",
+            f"{gpus}, but torch {torch.version} cannot use them: the wheel is a CPU build",
+            "training runs on the CPU (gloo); the driver is not the cause",
+            "install a CUDA build: pip install --force-reinstall torch (pytorch.org names the index)",
         )
         return
     driver, supported = facts.gpus and facts.gpus.driver, facts.gpus and facts.gpus.cuda_driver
@@ -97,16 +92,15 @@ def torch_build(facts: Facts) -> Iterator[Finding]:
         oldest = OLDEST_DRIVER.get(major)
         if major > supported[0] and not torch.cuda_available:
             need = f" (driver {oldest[0]} or newer)" if oldest else ""
-            yield Finding(
-                name="driver",
-                verdict="fail",
-                fact=f"driver {driver} supports CUDA {supported[0]}.{supported[1]}, torch was built for {torch.cuda}",
-                matters=f"torch.cuda.is_available() is False for that reason, although {gpus}; until then the "
+            yield fail(
+                "driver",
+                f"driver {driver} supports CUDA {supported[0]}.{supported[1]}, torch was built for {torch.cuda}",
+                f"torch.cuda.is_available() is False for that reason, although {gpus}; until then the "
                 "backend is gloo on CPU",
-                remedy=f"update the driver{need}, or install a torch build for CUDA {supported[0]}",
+                f"update the driver{need}, or install a torch build for CUDA {supported[0]}",
             )
             return
-        yield Finding(name="driver", verdict="ok", fact=f"{driver} runs torch's CUDA {torch.cuda} build")
+        yield ok("driver", f"{driver} runs torch's CUDA {torch.cuda} build")
     yield from _usable(facts, gpus)
 
 
@@ -117,31 +111,28 @@ def _usable(facts: Facts, gpus: str) -> Iterator[Finding]:
         return
     if torch.cuda_available is False:
         said = f": {torch.cuda_error}" if torch.cuda_error else ""
-        yield Finding(
-            name="CUDA",
-            verdict="fail",
-            fact=f"{gpus}, but torch.cuda.is_available() is False{said}",
-            matters="until then the backend is gloo on CPU",
-            remedy="look at nvidia-smi and dmesg; on NVSwitch machines nvidia-fabricmanager must run, in containers "
+        yield fail(
+            "CUDA",
+            f"{gpus}, but torch.cuda.is_available() is False{said}",
+            "until then the backend is gloo on CPU",
+            "look at nvidia-smi and dmesg; on NVSwitch machines nvidia-fabricmanager must run, in containers "
             "/dev/nvidia-uvm must exist",
         )
     elif torch.device_count is not None and torch.device_count != len(seen.devices):
-        yield Finding(
-            name="CUDA",
-            verdict="warn",
-            fact=f"torch counts {torch.device_count} GPUs where {len(seen.devices)} should be visible",
-            matters="ranks are given GPUs by number",
-            remedy="restart the kernel after changing CUDA_VISIBLE_DEVICES, and compare with nvidia-smi -L",
+        yield warn(
+            "CUDA",
+            f"torch counts {torch.device_count} GPUs where {len(seen.devices)} should be visible",
+            "ranks are given GPUs by number",
+            "restart the kernel after changing CUDA_VISIBLE_DEVICES, and compare with nvidia-smi -L",
         )
     lacking = [i for i, c in enumerate(torch.capabilities or ()) if not _has_kernels(c, torch.architectures)]
     if lacking and torch.capabilities:
         model = ".".join(map(str, torch.capabilities[lacking[0]]))
-        yield Finding(
-            name="torch",
-            verdict="fail",
-            fact=f"torch {torch.version} has no kernels for cuda:{lacking[0]} (compute capability {model})",
-            matters="every operation on it raises: no kernel image is available",
-            remedy="install a torch build for an older CUDA, which still supports this GPU",
+        yield fail(
+            "torch",
+            f"torch {torch.version} has no kernels for cuda:{lacking[0]} (compute capability {model})",
+            "every operation on it raises: no kernel image is available",
+            "install a torch build for an older CUDA, which still supports this GPU",
         )
 
 
@@ -189,23 +180,21 @@ def visibility(facts: Facts) -> Iterator[Finding]:
         )
     order = [None if d is None else d.index for d in seen.devices]
     if None in order:
-        yield Finding(
-            name=name,
-            verdict="info",
-            fact="different cards: CUDA counts the fastest first, NVML by PCI bus",
-            matters="cuda:0 need not be GPU 0 of nvidia-smi",
-            remedy="set CUDA_DEVICE_ORDER=PCI_BUS_ID to have one order",
+        yield info(
+            name,
+            "different cards: CUDA counts the fastest first, NVML by PCI bus",
+            "cuda:0 need not be GPU 0 of nvidia-smi",
+            "set CUDA_DEVICE_ORDER=PCI_BUS_ID to have one order",
         )
     elif order != list(range(len(order))):
         listed = ", ".join(f"cuda:{i} is GPU {n}" for i, n in enumerate(order[:8]))
-        yield Finding(name=name, verdict="info", fact=f"{listed} of nvidia-smi", matters="their numbers differ")
+        yield info(name, f"{listed} of nvidia-smi", "their numbers differ")
     for device in facts.devices:
         if device.mig:
-            yield Finding(
-                name="MIG",
-                verdict="info",
-                fact=f"GPU {device.index} is divided into {len(device.instances)} instances",
-                matters="a process sees one instance; NCCL does not join instances before 2.32",
+            yield info(
+                "MIG",
+                f"GPU {device.index} is divided into {len(device.instances)} instances",
+                "a process sees one instance; NCCL does not join instances before 2.32",
             )
 
 
@@ -230,12 +219,11 @@ def gpu_health(facts: Facts) -> Iterator[Finding]:
             )
         elif h.remap_pending:
             quiet = False
-            yield Finding(
-                name="memory errors",
-                verdict="warn",
-                fact=f"{gpu}: a memory row waits to be replaced",
-                matters="the replacement takes place at the next reset",
-                remedy="reset the GPU (nvidia-smi -r) or reboot",
+            yield warn(
+                "memory errors",
+                f"{gpu}: a memory row waits to be replaced",
+                "the replacement takes place at the next reset",
+                "reset the GPU (nvidia-smi -r) or reboot",
             )
         if h.compute_mode in ("Prohibited", "Exclusive_Process"):
             quiet = False
@@ -249,12 +237,11 @@ def gpu_health(facts: Facts) -> Iterator[Finding]:
             )
         if h.pcie_width and h.pcie_width_max and h.pcie_width < h.pcie_width_max:
             quiet = False
-            yield Finding(
-                name="PCIe",
-                verdict="warn",
-                fact=f"{gpu} runs on {h.pcie_width} of {h.pcie_width_max} lanes",
-                matters="copies to and from it take longer in proportion",
-                remedy="look for a loose card or riser, or a slot shared with another card",
+            yield warn(
+                "PCIe",
+                f"{gpu} runs on {h.pcie_width} of {h.pcie_width_max} lanes",
+                "copies to and from it take longer in proportion",
+                "look for a loose card or riser, or a slot shared with another card",
             )
     for d in facts.devices:
         slowed = [
@@ -262,16 +249,15 @@ def gpu_health(facts: Facts) -> Iterator[Finding]:
         ]  # a busy GPU meets its power limit
         if slowed:
             quiet = False
-            yield Finding(
-                name="clocks",
-                verdict="warn",
-                fact=f"GPU {d.index} is slowed down: {', '.join(slowed)}",
-                matters="it holds up every other rank",
-                remedy="look at cooling and power supply",
+            yield warn(
+                "clocks",
+                f"GPU {d.index} is slowed down: {', '.join(slowed)}",
+                "it holds up every other rank",
+                "look at cooling and power supply",
             )
         yield from _others(facts, d.index)
     if facts.health and quiet:
-        yield Finding(name="GPU health", verdict="ok", fact="no memory errors, full clocks and lanes, as far as told")
+        yield ok("GPU health", "no memory errors, full clocks and lanes, as far as told")
 
 
 def _others(facts: Facts, index: int) -> Iterator[Finding]:
@@ -296,29 +282,25 @@ def nccl(facts: Facts) -> Iterator[Finding]:
     torch = facts.torch
     if torch is None or torch.cuda is None or not facts.devices:
         if torch is not None and torch.error is None:
-            yield Finding(
-                name="NCCL", verdict="skipped", fact="no GPU" if not facts.devices else "a CPU build of torch"
-            )
+            yield skipped("NCCL", "no GPU" if not facts.devices else "a CPU build of torch")
         return
     if torch.nccl is None:
-        yield Finding(
-            name="NCCL",
-            verdict="fail",
-            fact=f"torch {torch.version} was built without NCCL",
-            matters="GPUs can only be joined by gloo, through the CPU",
-            remedy="install torch from pytorch.org's index or PyPI",
+        yield fail(
+            "NCCL",
+            f"torch {torch.version} was built without NCCL",
+            "GPUs can only be joined by gloo, through the CPU",
+            "install torch from pytorch.org's index or PyPI",
         )
     elif facts.nccl_package and torch.nccl != facts.nccl_package:
         where = f" ({torch.nccl_library})" if torch.nccl_library else ""
-        yield Finding(
-            name="NCCL",
-            verdict="warn",
-            fact=f"NCCL {torch.nccl} is loaded{where}, torch came with {facts.nccl_package}",
-            matters="all ranks must run the same version, and torch was tested with its own",
-            remedy="take the other one out of LD_LIBRARY_PATH and LD_PRELOAD",
+        yield warn(
+            "NCCL",
+            f"NCCL {torch.nccl} is loaded{where}, torch came with {facts.nccl_package}",
+            "all ranks must run the same version, and torch was tested with its own",
+            "take the other one out of LD_LIBRARY_PATH and LD_PRELOAD",
         )
     else:
-        yield Finding(name="NCCL", verdict="ok", fact=torch.nccl)
+        yield ok("NCCL", torch.nccl)
 
 
 def link_table(facts: Facts) -> list[str]:
@@ -338,7 +320,7 @@ def link_table(facts: Facts) -> list[str]:
     lines += [f"  {n:<{width}}" + "".join(f"  {c:>{width}}" for c in row) for n, row in zip(names, rows, strict=True)]
     return [
         *lines,
-        "  NVn: n NVLinks; PIX, PXB: PCIe switches; PHB, NODE, SYS: through the CPU, ever farther; !P2P: no peer access",
+        "  NVn: NVLinks; PIX, PXB: PCIe switches; PHB, NODE, SYS: through the CPU, ever longer; !P2P: no peer access",
     ]
 
 
@@ -362,8 +344,8 @@ def links(facts: Facts) -> Iterator[Finding]:
     """The GPUs reach each other's memory, over NVLink, and nothing stands in between."""
     if len(facts.devices) < 2:
         reason = "no GPU" if not facts.devices else "one GPU"
-        yield Finding(name="P2P", verdict="skipped", fact=reason)
-        yield Finding(name="NVLink", verdict="skipped", fact=reason)
+        yield skipped("P2P", reason)
+        yield skipped("NVLink", reason)
         return
     if not facts.links:
         return
@@ -373,39 +355,36 @@ def links(facts: Facts) -> Iterator[Finding]:
     refused = [link for link in facts.links if _peer(facts, link) is False]
     if offered and (facts.acs or facts.iommu == "translated"):
         causes = ["ACS is on"] * bool(facts.acs) + ["the IOMMU translates"] * (facts.iommu == "translated")
-        yield Finding(
-            name="P2P",
-            verdict="warn",
-            fact=f"PCIe GPUs offer peer access, and {' and '.join(causes)}",
-            matters="copies between GPUs are known to hang or to deliver wrong data then",
-            remedy="test it: nbdist doctor --preflight; if it hangs set NCCL_P2P_DISABLE=1, or switch ACS off and boot "
+        yield warn(
+            "P2P",
+            f"PCIe GPUs offer peer access, and {' and '.join(causes)}",
+            "copies between GPUs are known to hang or to deliver wrong data then",
+            "test it: nbdist doctor --preflight; if it hangs set NCCL_P2P_DISABLE=1, or switch ACS off and boot "
             "with iommu=pt",
         )
     elif refused:
         pairs = ", ".join(f"{link.first}-{link.second}" for link in refused[:8])
-        yield Finding(
-            name="P2P",
-            verdict="info",
-            fact=f"no peer access between GPUs {pairs}" + (" and more" if len(refused) > 8 else ""),
-            matters="NCCL goes through host memory there: slower, and /dev/shm must be large enough",
-            remedy="nothing, if cards or virtual machine do not offer it",
+        yield info(
+            "P2P",
+            f"no peer access between GPUs {pairs}" + (" and more" if len(refused) > 8 else ""),
+            "NCCL goes through host memory there: slower, and /dev/shm must be large enough",
+            "nothing, if cards or virtual machine do not offer it",
         )
     elif all(_peer(facts, link) for link in facts.links):
-        yield Finding(name="P2P", verdict="ok", fact="every GPU can read every other's memory")
+        yield ok("P2P", "every GPU can read every other's memory")
     if nvlink and bare:
         pairs = ", ".join(f"{link.first}-{link.second}" for link in bare[:8])
-        yield Finding(
-            name="NVLink",
-            verdict="info",
-            fact=f"no NVLink between GPUs {pairs}, others have it",
-            matters="a ring over all GPUs runs at the speed of the slowest pair",
-            remedy="choose GPUs that NVLink joins (CUDA_VISIBLE_DEVICES)",
+        yield info(
+            "NVLink",
+            f"no NVLink between GPUs {pairs}, others have it",
+            "a ring over all GPUs runs at the speed of the slowest pair",
+            "choose GPUs that NVLink joins (CUDA_VISIBLE_DEVICES)",
         )
     elif nvlink:
         counts = sorted({link.nvlinks or 0 for link in nvlink})
-        yield Finding(name="NVLink", verdict="ok", fact=f"{'-'.join(map(str, counts))} links between any two GPUs")
+        yield ok("NVLink", f"{'-'.join(map(str, counts))} links between any two GPUs")
     else:
-        yield Finding(name="NVLink", verdict="ok", fact="none; the GPUs are joined by PCIe")
+        yield ok("NVLink", "none; the GPUs are joined by PCIe")
 
 
 def numa(facts: Facts) -> Iterator[Finding]:
@@ -413,12 +392,11 @@ def numa(facts: Facts) -> Iterator[Finding]:
     far = [h.index for h in facts.health if h.numa_node is not None and facts.numa_cpus.get(str(h.numa_node), 1) == 0]
     if far:
         gpus = ", ".join(map(str, far))
-        yield Finding(
-            name="NUMA",
-            verdict="info",
-            fact=f"no CPU near GPU {gpus} may be used by this process",
-            matters="copies between host and GPU cross the CPU sockets",
-            remedy="widen the CPU set (taskset, --cpuset-cpus, Slurm --cpu-bind)",
+        yield info(
+            "NUMA",
+            f"no CPU near GPU {gpus} may be used by this process",
+            "copies between host and GPU cross the CPU sockets",
+            "widen the CPU set (taskset, --cpuset-cpus, Slurm --cpu-bind)",
         )
 
 

@@ -29,7 +29,7 @@ from nbdist.doctor import gpu
 from nbdist.doctor.machine import Machine
 from nbdist.errors import InputError
 
-__all__ = ["Facts", "Health", "Torch", "gather"]
+__all__ = ["Facts", "Health", "Torch", "gather", "gather_gpus"]
 
 _PROBE_TIMEOUT_S = 40.0
 
@@ -109,7 +109,7 @@ class Health:
     pcie_gt_s
         Speed of a lane that card and slot both reach, in GT/s.
     nvlink_version
-        Generation of the NVLinks.
+        NVML's number for the NVLinks' generation (5: third, 6: fourth, 7: fifth), see `nbdist.doctor.bandwidth`.
     numa_node
         The memory node it is attached to.
     """
@@ -238,6 +238,14 @@ def _build(kind: Any, value: Any, where: str) -> Any:
 
 
 # ---- gathering
+
+
+def gather_gpus() -> Facts:
+    """The GPUs of this machine and what lies between them: the part of `gather` that asks no other process."""
+    machine, snapshot = Machine(), gpu.snapshot(processes=False)
+    buses = {d.index: machine.pci(d.pci) for d in snapshot.devices if d.pci}
+    health = tuple(_health(d, machine, buses.get(d.index)) for d in snapshot.devices)
+    return Facts(gpus=snapshot, links=gpu.links(), health=health)
 
 
 def gather(*, nodes: int = 1, ranks: int | None = None, folder: Path | None = None) -> Facts:
@@ -397,8 +405,15 @@ def _health(device: gpu.Device, machine: Machine, bus: Path | None) -> Health:
 
     uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     ask("ecc_errors", lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, volatile)))
-    ask("remap_pending", lambda: bool(nvml.nvmlDeviceGetRemappedRows(handle)[2]))
-    ask("remap_failed", lambda: bool(nvml.nvmlDeviceGetRemappedRows(handle)[3]))
+
+    def field_value(number: int) -> int:
+        (value,) = nvml.nvmlDeviceGetFieldValues(handle, [number])
+        if value.nvmlReturn != nvml.NVML_SUCCESS:
+            raise nvml.NVMLError(value.nvmlReturn)
+        return int(value.value.uiVal)
+
+    ask("remap_pending", lambda: bool(field_value(nvml.NVML_FI_DEV_REMAPPED_PENDING)))
+    ask("remap_failed", lambda: bool(field_value(nvml.NVML_FI_DEV_REMAPPED_FAILURE)))
     modes = {0: "Default", 2: "Prohibited", 3: "Exclusive_Process"}
     ask("compute_mode", lambda: modes.get(nvml.nvmlDeviceGetComputeMode(handle)))
     ask("nvlink_version", lambda: int(nvml.nvmlDeviceGetNvLinkVersion(handle, 0)))

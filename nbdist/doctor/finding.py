@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-__all__ = ["VERDICTS", "Finding", "Verdict", "html_of", "lines_of", "worst"]
+__all__ = ["VERDICTS", "Finding", "Verdict", "fail", "html_of", "info", "lines_of", "ok", "skipped", "warn", "worst"]
 
 Verdict = Literal["ok", "skipped", "info", "warn", "fail"]
 
@@ -37,6 +37,31 @@ class Finding:
     fact: str
     matters: str = ""
     remedy: str = ""
+
+
+def ok(name: str, fact: str) -> Finding:
+    """All is well."""
+    return Finding(name=name, verdict="ok", fact=fact)
+
+
+def skipped(name: str, fact: str) -> Finding:
+    """There is nothing to judge."""
+    return Finding(name=name, verdict="skipped", fact=fact)
+
+
+def info(name: str, fact: str, matters: str = "", remedy: str = "") -> Finding:
+    """Worth knowing."""
+    return Finding(name=name, verdict="info", fact=fact, matters=matters, remedy=remedy)
+
+
+def warn(name: str, fact: str, matters: str = "", remedy: str = "") -> Finding:
+    """Slow or fragile."""
+    return Finding(name=name, verdict="warn", fact=fact, matters=matters, remedy=remedy)
+
+
+def fail(name: str, fact: str, matters: str = "", remedy: str = "") -> Finding:
+    """Will not work."""
+    return Finding(name=name, verdict="fail", fact=fact, matters=matters, remedy=remedy)
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from nbdist.doctor.finding import Finding, Verdict, html_of, lines_of, worst
+from nbdist.doctor.finding import Finding, Verdict, fail, html_of, info, lines_of, ok, warn, worst
 from nbdist.doctor.nccl_model import Communicator, Link, NcclLog
 from nbdist.doctor.nccl_problems import problems
 from nbdist.doctor.nccl_reader import Reader
@@ -154,9 +154,7 @@ def judge(log: NcclLog) -> list[Finding]:
         Failures and their causes, then the links, then what else is worth knowing.
     """
     if log.blank:
-        return [
-            Finding(name="log", verdict="info", fact="empty log", remedy="set NCCL_DEBUG=INFO before the workers start")
-        ]
+        return [info("log", "empty log", remedy="set NCCL_DEBUG=INFO before the workers start")]
     found = problems(log)
     found += _unfinished(log, bool(found))
     judged = [f for c in log.communicators for f in _inside(log, c) + _between(log, c)]
@@ -173,16 +171,15 @@ def judge(log: NcclLog) -> list[Finding]:
     )
     if waiting:
         found.append(
-            Finding(
-                name="unused pairs",
-                verdict="ok",
-                fact=f"no connection seen yet for {waiting} pairs: NCCL connects (since 2.22) when a collective first "
+            ok(
+                "unused pairs",
+                f"no connection seen yet for {waiting} pairs: NCCL connects (since 2.22) when a collective first "
                 "needs it",
             )
         )
     if log.nvls is not None:
         text = "available" if log.nvls else "not available"
-        found.append(Finding(name="NVLS", verdict="ok", fact=f"NVLink SHARP multicast (NVLS) is {text}"))
+        found.append(ok("NVLS", f"NVLink SHARP multicast (NVLS) is {text}"))
     return found
 
 
@@ -192,15 +189,15 @@ def _without_links(log: NcclLog, explained: bool) -> list[Finding]:
         return []
     if any(c.size > 1 for c in log.communicators):
         fact = "no connection seen yet: NCCL connects (since 2.22) when a collective first needs it"
-        return [Finding(name="links", verdict="info", fact=fact, remedy="run a collective, then look again")]
+        return [info("links", fact, remedy="run a collective, then look again")]
     if log.communicators:
-        return [Finding(name="links", verdict="ok", fact="one rank: nothing to connect")]
+        return [ok("links", "one rank: nothing to connect")]
     subsystems = ",".join(log.variables.get("NCCL_DEBUG_SUBSYS", []))
     if log.num_nccl_lines and subsystems and "INIT" not in subsystems:
         fact = f"this log has no connection lines: NCCL_DEBUG_SUBSYS={subsystems} leaves them out"
-        return [Finding(name="links", verdict="info", fact=fact, remedy="unset NCCL_DEBUG_SUBSYS, or add INIT to it")]
+        return [info("links", fact, remedy="unset NCCL_DEBUG_SUBSYS, or add INIT to it")]
     fact = "this log has no connection lines; set NCCL_DEBUG=INFO before the workers start"
-    return [Finding(name="links", verdict="info", fact=fact, remedy="`%distributed start --nccl-debug` sets it")]
+    return [info("links", fact, remedy="`%distributed start --nccl-debug` sets it")]
 
 
 def _unfinished(log: NcclLog, explained: bool) -> list[Finding]:
@@ -213,9 +210,7 @@ def _unfinished(log: NcclLog, explained: bool) -> list[Finding]:
         if missing:
             fact += f"; no line from rank{'s' * (len(missing) > 1)} {_ranges(missing)}"
         remedy = "mend the cause above" if explained else "look at what the silent ranks did: crashed, or not there yet"
-        found.append(
-            Finding(name="initialisation", verdict="fail", fact=fact, matters="no collective can run", remedy=remedy)
-        )
+        found.append(fail("initialisation", fact, "no collective can run", remedy))
     return found
 
 
@@ -238,30 +233,30 @@ def _inside(log: NcclLog, c: Communicator) -> list[Finding]:
     if p2p and not shm and not net:
         where = " inside a host" * (len(p2p) < len(c.links))
         fact = f"all {len(p2p)} connected pairs{where} use P2P" if len(p2p) > 1 else f"{_name_pairs(c, p2p)} uses P2P"
-        found.append(Finding(name="links", verdict="ok", fact=fact))
+        found.append(ok("links", fact))
     why = _variable(log, "NCCL_P2P_DISABLE") or _variable(log, "NCCL_P2P_LEVEL")
     if shm:
         matters = "data goes through host memory: slower than GPU to GPU"
         if why:
             fact = f"{_name_pairs(c, shm)} through host memory (SHM): {why} is set"
             remedy = f"unset {why.split('=')[0]}, unless these GPUs are known to hang or to corrupt data with P2P"
-            found.append(Finding(name="links", verdict="warn", fact=fact, matters=matters, remedy=remedy))
+            found.append(warn("links", fact, matters, remedy))
         elif p2p:
             fact = f"mixed: {_name_pairs(c, p2p)} P2P; {_name_pairs(c, shm)} SHM{_across(p2p, shm)}"
             remedy = "nothing, if the GPUs are wired so; `nvidia-smi topo -m` shows it"
-            found.append(Finding(name="links", verdict="info", fact=fact, matters=matters, remedy=remedy))
+            found.append(info("links", fact, matters, remedy))
         elif other := _with_p2p(log, c, shm):
             fact = (
                 f"{_name_pairs(c, shm)} through host memory (SHM); communicator {other} uses P2P between the same GPUs"
             )
             remedy = "the path is there: compare how the two were made (options, environment, NCCL's configuration)"
-            found.append(Finding(name="links", verdict="info", fact=fact, matters=matters, remedy=remedy))
+            found.append(info("links", fact, matters, remedy))
         else:
             fact = f"{_name_pairs(c, shm)} through host memory (SHM); no variable forbids P2P"
             remedy = (
                 "`nvidia-smi topo -p2p r` tells whether the driver offers P2P; many cards and virtual machines do not"
             )
-            found.append(Finding(name="links", verdict="info", fact=fact, matters=matters, remedy=remedy))
+            found.append(info("links", fact, matters, remedy))
     if net:
         shm_off = _variable(log, "NCCL_SHM_DISABLE")
         cause = " and ".join(filter(None, (why, shm_off)))
@@ -272,7 +267,7 @@ def _inside(log: NcclLog, c: Communicator) -> list[Finding]:
             else ("let the ranks share one container, or at least --ipc=host and one /dev/shm")
         )
         matters = "the slowest path there is between two GPUs of one host"
-        found.append(Finding(name="links", verdict="warn", fact=fact, matters=matters, remedy=remedy))
+        found.append(warn("links", fact, matters, remedy))
     return found
 
 
@@ -300,12 +295,11 @@ def _between(log: NcclLog, c: Communicator) -> list[Finding]:
         cause = f"{why} is set" if why else log.no_ib
         where = f" ({', '.join(log.interfaces)})" if log.interfaces else ""
         found.append(
-            Finding(
-                name="network",
-                verdict="warn",
-                fact=f"traffic between nodes goes over TCP sockets{where}" + (f"; {cause}" if cause else ""),
-                matters=f"{_name_pairs(c, sockets)}: a fraction of InfiniBand's bandwidth, and CPU time",
-                remedy=f"unset {why.split('=')[0]}"
+            warn(
+                "network",
+                f"traffic between nodes goes over TCP sockets{where}" + (f"; {cause}" if cause else ""),
+                f"{_name_pairs(c, sockets)}: a fraction of InfiniBand's bandwidth, and CPU time",
+                f"unset {why.split('=')[0]}"
                 if why
                 else "if there is InfiniBand or RoCE: give the container its devices (--device=/dev/infiniband) and "
                 "libibverbs; else name the fastest interface in NCCL_SOCKET_IFNAME",
@@ -315,12 +309,11 @@ def _between(log: NcclLog, c: Communicator) -> list[Finding]:
     if plain:
         why = _variable(log, "NCCL_NET_GDR_LEVEL")
         found.append(
-            Finding(
-                name="network",
-                verdict="warn",
-                fact=f"{_name_pairs(c, plain)}: InfiniBand without GPUDirect RDMA" + (f"; {why} is set" if why else ""),
-                matters="data between nodes is staged in host memory",
-                remedy="load nvidia-peermem, or use a driver with DMA-BUF; let NCCL_NET_GDR_LEVEL allow the distance",
+            warn(
+                "network",
+                f"{_name_pairs(c, plain)}: InfiniBand without GPUDirect RDMA" + (f"; {why} is set" if why else ""),
+                "data between nodes is staged in host memory",
+                "load nvidia-peermem, or use a driver with DMA-BUF; let NCCL_NET_GDR_LEVEL allow the distance",
             )
         )
     good = [p for p, link in outside.items() if any(t.kind == "NET/IB" and t.gdr for t in link.transports)]
@@ -332,7 +325,7 @@ def _between(log: NcclLog, c: Communicator) -> list[Finding]:
         if by_proxy:
             ranks = sorted({r for p in by_proxy for r in outside[p].proxies})
             fact += f" ({_name_pairs(c, by_proxy)} sent through proxy rank{'s' * (len(ranks) > 1)} {_ranges(ranks)})"
-        found.append(Finding(name="network", verdict="ok", fact=fact))
+        found.append(ok("network", fact))
     for transport in sorted({t for link in outside.values() for t in link.transports if t.kind == "NET/other"}):
         pairs = [p for p, link in outside.items() if transport in link.transports]
         how = "with" if transport.gdr else "without"

@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
-from nbdist.doctor.finding import Finding
+from nbdist.doctor.finding import Finding, fail, info, warn
 from nbdist.doctor.nccl_model import NcclLog
 
 __all__ = ["SHM_REMEDY", "problems"]
@@ -180,13 +180,9 @@ def problems(log: NcclLog) -> list[Finding]:
     second = [f for p in _PROBLEMS if p.secondary and p in hits for f in _explained(log, p, hits[p])]
     found = first or second
     for text in unknown[: 0 if found else _SHOWN]:
-        found.append(
-            Finding(name="warning", verdict="warn", fact=text[:300], matters="NCCL's own words, not known here")
-        )
+        found.append(warn("warning", text[:300], "NCCL's own words, not known here"))
     if not first and not second and len(unknown) > _SHOWN:
-        found.append(
-            Finding(name="warning", verdict="info", fact=f"... {len(unknown) - _SHOWN} more warnings in the log")
-        )
+        found.append(info("warning", f"... {len(unknown) - _SHOWN} more warnings in the log"))
     return found
 
 
@@ -211,7 +207,4 @@ def _explained(log: NcclLog, problem: _Problem, matches: list[re.Match[str]]) ->
         if sizes := [int(g.get("size") or g.get("size2") or 0) for g in groups]:
             chosen["size"] = f": a segment of {max(sizes) / 1e6:.0f} MB could not be made" if max(sizes) else ""
         facts.append(problem.fact.format(**chosen))
-    return [
-        Finding(name=problem.name, verdict="fail", fact=fact, matters=problem.matters, remedy=problem.remedy)
-        for fact in facts
-    ]
+    return [fail(problem.name, fact, problem.matters, problem.remedy) for fact in facts]
