@@ -10,6 +10,7 @@ replaced, through its display id, by a picture and a table; then the widget is c
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import html
 import importlib
@@ -201,12 +202,20 @@ class Dashboard:
     # ---- main thread
 
     def open(self) -> None:
-        """Show the run where the current cell's output is."""
+        """Show the run where the current cell's output is.
+
+        Of a run that has ended, a live dashboard can be looked around in until it is kept as a figure: by its button,
+        when another one is opened, or when the kernel ends.
+        """
         if self._opened_s is not None:
             return
         if self.mode == "auto":
             self.mode = self._choose()
         self._opened_s = time.monotonic()
+        if self.run.ended_s is not None:
+            for other in list(_open_afterwards):
+                other.finish()
+            _open_afterwards.add(self)
         try:
             self._loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -264,13 +273,23 @@ class Dashboard:
             self.finish()
 
     def finish(self) -> None:
-        """Replace the dashboard by its figure and table, and close the widget."""
+        """Replace the dashboard by its figure and table, and close the widget.
+
+        Called by another thread than the main one, it returns at once: drawing takes a while.
+        """
         with self._lock:
             if self._finished or self._opened_s is None:
                 return
             if self.mode == "widget":
                 self.push(now=True)
             self._finished = True
+        _open_afterwards.discard(self)
+        if threading.current_thread() is threading.main_thread():
+            self._keep()
+        else:
+            threading.Thread(target=self._keep, name="nbdist figure").start()
+
+    def _keep(self) -> None:
         if self.mode in ("widget", "text"):
             self._display(static_data(self.run), update=True)
             self._display(table_data(self.run, self.reason), update=True, part="table")
@@ -379,6 +398,15 @@ class Dashboard:
         from IPython.display import display
 
         display(data, raw=True, display_id=self._display_id + part, update=update)  # type: ignore[no-untyped-call]
+
+
+_open_afterwards: set[Dashboard] = set()
+
+
+@atexit.register
+def _keep_all() -> None:
+    for dashboard in list(_open_afterwards):
+        dashboard.finish()
 
 
 _warm = threading.Event()

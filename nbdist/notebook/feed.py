@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nbdist.notebook.history import Floats, Run, thin
-from nbdist.notebook.summary import Finding, RankRow, findings, progress, rank_rows
+from nbdist.notebook.history import POINTS_PER_SERIES, Floats, Run, thin
+from nbdist.notebook.summary import Finding, RankRow, findings, memory_note, progress, rank_rows
 
 __all__ = ["CHUNK", "KEYFRAME", "STEPS", "TIMES", "Feed", "state"]
 
@@ -141,7 +141,10 @@ class Feed:
         if not due:
             return
         first_time = min(KEYFRAME_POINTS * 32, max(KEYFRAME_POINTS, FULL_BYTES // 12 // len(keys)))
-        room = max(8, int(self._tokens / len(due) / 12))
+        # evenly spaced points take 4 bytes each, thinned ones 12
+        waiting = sum(points.shape[1] for *_, points in due if points is not None)
+        fits = 4 * waiting + CHUNK.itemsize * len(due) <= self._tokens
+        room = POINTS_PER_SERIES if fits else max(8, int(self._tokens / len(due) / 12))
         for name, rank, i, place, total, points in due:
             key = (name, rank)
             sent = self._sent.get(key, 0)
@@ -251,6 +254,7 @@ def state(run: Run) -> dict[str, Any]:
         },
         "findings": [[found.level, found.text] for found in said],
         "bad": [[bad.name, bad.rank, bad.step, str(_clean(bad.value)), bad.count] for bad in run.history.non_finite()],
+        "memory_note": memory_note(run),
         "columns": _columns(rows),
     }
 

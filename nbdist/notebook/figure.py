@@ -232,9 +232,11 @@ def _curves(axis: Axes, run: Run, name: str, *, legend: bool) -> None:
     ranks = history.ranks(name)
     who = f"rank {ranks[0]}" if len(ranks) == 1 else "per rank"
     every = max(history.thinned(name, rank) for rank in ranks)
-    title = f"{_literal(name)}, {who}" + (f" (thinned: 1 of {every} points)" if every > 1 else "")
     many = len(ranks) > MANY_RANKS
-    _style(axis, title.replace("per rank", f"mean and spread of {len(ranks)} ranks") if many else title, "step")
+    if many:
+        who = f"mean and spread of {len(ranks)} ranks" if legend else "mean"
+    thinned = f" (thinned: 1 of {every} points)" if every > 1 else ""
+    _style(axis, f"{_literal(name)}, {who}{thinned}", "step")
     drawn = []
     for rank in ranks:
         steps, values = _curve(run, name, rank)
@@ -279,7 +281,14 @@ def _stack(axis: Axes, rows: Sequence[RankRow], parts: Sequence[tuple[str, str, 
     places = np.arange(len(rows))
     left = np.zeros(len(rows))
     for label, colour, sizes in parts:
-        axis.barh(places, sizes, left=left, height=0.72, color=colour, label=_literal(label))
+        axis.barh(
+            places,
+            sizes,
+            left=left,
+            height=0.72 if len(rows) <= MANY_RANKS else 1.0,
+            color=colour,
+            label=_literal(label),
+        )
         left += np.asarray(sizes)
     axis.set_ylim(len(rows) - 0.4, -0.6)
     shown = places if len(rows) <= 8 else places[:: math.ceil(len(rows) / 8)]

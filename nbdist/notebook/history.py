@@ -205,7 +205,7 @@ class History:
     @property
     def _limit(self) -> int:
         count = len(self._metrics) + len(self._readings)
-        return max(MIN_POINTS, min(POINTS_PER_SERIES, POINTS // max(1, count)))
+        return min(POINTS_PER_SERIES, max(MIN_POINTS, POINTS // max(1, count)))
 
     # ---- reading: any thread
 
@@ -238,6 +238,11 @@ class History:
         found = self._readings.get((name, rank))
         steps, times, values = found.read() if found else np.empty((3, 0))
         return steps, times, values
+
+    def total(self, name: str, rank: int) -> int:
+        """How many points of this metric ever arrived from this rank."""
+        found = self._metrics.get((name, rank))
+        return found.published[2] if found else 0
 
     def since(self, name: str, rank: int, total: int) -> tuple[Floats | None, int]:
         """The points that came after the first `total`, shape (3, n), and how many there are in all by now.

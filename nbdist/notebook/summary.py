@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.notebook.history import Run
+from nbdist.notebook.palette import MANY_RANKS
 
 __all__ = [
     "Finding",
@@ -23,6 +25,7 @@ __all__ = [
     "duration_text",
     "findings",
     "headline",
+    "memory_note",
     "memory_text",
     "number_text",
     "progress",
@@ -35,17 +38,16 @@ __all__ = [
 GIB = 1024**3
 MIB = 1024**2
 
-# Parts of a step: key in a sample, and what a person reads. `wait_s` is the part of backward + communication that a
-# rank only waited in; where a rank tells it, it is drawn apart.
+# Parts of a step: key in a sample, and what a person reads. A collective makes everybody as slow as the slowest rank,
+# so the ranks tell the time they only waited in one (`wait_s`) apart from work.
 PARTS: dict[str, str] = {
     "data_s": "data wait",
     "forward_s": "forward",
-    "backward_s": "backward + communication",
-    "wait_s": "waiting for other ranks",
+    "backward_s": "backward",
+    "wait_s": "communication wait",
     "optimizer_s": "optimizer",
     "rest_s": "rest",
 }
-_HIDDEN_BY_WAITING = ("backward_s", "wait_s")
 
 _MATTERS = 0.10  # of the step: less is not worth a sentence
 _MATTERS_S = 0.002
@@ -151,7 +153,7 @@ def memory(values: Mapping[str, Any]) -> Memory:
             parts=parts,
             used=max(allocated, reserved or 0, in_use or 0),
             limit=_bytes(values, "device_total_bytes"),
-            peak=_bytes(values, "peak_bytes", "peak_allocated_bytes"),
+            peak=_bytes(values, "peak_bytes"),
         )
     process = _bytes(values, "process_uss_bytes", "process_pss_bytes")
     if process is not None:
@@ -185,11 +187,12 @@ def memory_text(values: Mapping[str, Any]) -> str | None:
 
 
 def progress(run: Run) -> Progress | None:
-    """The progress to show for the run: the slowest rank of the outermost loop that is known."""
+    """The progress to show: the slowest rank in the outermost `track` loop, or, without one, in its DataLoader."""
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for values in list(run.history.samples.values()):
-        found = values.get("progress")
-        for row in found if isinstance(found, list) else ():
+        told = values.get("progress")
+        found = [*told] if isinstance(told, list) else []
+        for row in [*found, values.get("loader")]:
             if isinstance(row, Mapping) and isinstance(row.get("done"), int):
                 rows.setdefault(str(row.get("name")), []).append(row)
     if not rows:
@@ -221,9 +224,7 @@ def rank_rows(run: Run) -> list[RankRow]:
     rows = []
     for rank in run.ranks:
         values = history.samples.get(rank, {})
-        told = values.get("parts")
-        split: Mapping[str, Any] = told if isinstance(told, Mapping) else values
-        parts = {key: seconds for key in PARTS if (seconds := _number(split, key)) is not None}
+        parts = {key: seconds for key in PARTS if (seconds := _number(values, key)) is not None}
         steps_per_s = _number(values, "steps_per_s")
         step_s = _number(values, "step_s")
         if step_s is None and steps_per_s:
@@ -242,9 +243,9 @@ def rank_rows(run: Run) -> list[RankRow]:
                 parts=parts,
                 last=last.get(rank, {}),
                 memory=memory(values),
-                load_percent=_number(values, "gpu_load_percent", "load_percent"),
-                power_w=_number(values, "gpu_power_w", "power_w"),
-                temperature_c=_number(values, "gpu_temperature_c", "temperature_c"),
+                load_percent=_number(values, "load_percent"),
+                power_w=_number(values, "power_w"),
+                temperature_c=_number(values, "temperature_c"),
             )
         )
     return rows
@@ -276,11 +277,7 @@ def findings(run: Run, rows: Sequence[RankRow] | None = None) -> list[Finding]:
         where = f"{bad.name} is not finite on rank {bad.rank}"
         text = f"{where}: {number_text(bad.value)} first at step {bad.step:g}{more}."
         found.append(Finding(level="bad", text=text))
-    for row in rows:
-        used, limit = row.memory.used, row.memory.limit
-        if used is not None and limit and used > 0.95 * limit:
-            text = f"Rank {row.rank}'s card is nearly full: {bytes_text(used)} of {bytes_text(limit)} in use."
-            found.append(Finding(level="warn", text=text))
+    found += _device_findings(run, rows)
     found += _time_findings(rows)
     if history.turned_back:
         (name, _), step = next(iter(history.turned_back.items()))
@@ -300,12 +297,45 @@ def findings(run: Run, rows: Sequence[RankRow] | None = None) -> list[Finding]:
     return found
 
 
+def _device_findings(run: Run, rows: Sequence[RankRow]) -> list[Finding]:
+    found = []
+    held: dict[str, list[int]] = {}
+    for row in rows:
+        values = run.history.samples.get(row.rank, {})
+        used, limit = row.memory.used, row.memory.limit
+        if used is not None and limit and used > 0.95 * limit:
+            text = f"Rank {row.rank}'s card is nearly full: {bytes_text(used)} of {bytes_text(limit)} in use."
+            found.append(Finding(level="warn", text=text))
+        if retries := _number(values, "alloc_retries"):
+            text = (
+                f"Rank {row.rank} had to empty torch's cache {retries:.0f} times to find memory: it is nearly used up."
+            )
+            found.append(Finding(level="warn", text=text))
+        words = values.get("throttle")
+        if isinstance(words, list) and words:
+            held.setdefault(", ".join(map(str, words)), []).append(row.rank)
+    for why, ranks in held.items():
+        text = f"The GPU of {ranks_text(ranks)} runs below its full clock: {why}."
+        found.append(Finding(level="note", text=text))
+    return found[:4]
+
+
+def memory_note(run: Run) -> str | None:
+    """One sentence under the memory bars: the fullest card explained, or why no card is shown."""
+    samples = run.history.samples.copy()
+    on_cards = [values for values in samples.values() if _bytes(values, "allocated_bytes") is not None]
+    if on_cards:
+        return memory_text(max(on_cards, key=lambda values: _bytes(values, "device_used_bytes", "reserved_bytes") or 0))
+    reason = next((values["device_reason"] for values in samples.values() if values.get("device_reason")), None)
+    return None if reason is None else f"Memory of each process, shared pages left out. No GPU: {reason}."
+
+
 def _time_findings(rows: Sequence[RankRow]) -> list[Finding]:
     timed = [row for row in rows if row.parts and row.state not in _ENDED]
     if not timed:
         return []
     found = []
-    step_s = statistics.median(row.step_s or sum(row.parts.values()) for row in timed)
+    step_s = statistics.median(sum(row.parts.values()) for row in timed)
     if len(timed) > 1:
         late = straggler(timed)
         if late is not None:
@@ -331,22 +361,18 @@ def _time_findings(rows: Sequence[RankRow]) -> list[Finding]:
 def straggler(rows: Sequence[RankRow]) -> tuple[RankRow, str, float] | None:
     """The rank that the others wait for, the part of its step, and by how many seconds; None if the ranks are even.
 
-    A collective makes everybody as slow as the slowest, so time in backward + communication is compared only if no
-    other part explains the delay, and waiting is never held against a rank.
+    Waiting is never held against a rank: the others wait for the slow one.
     """
-    step_s = statistics.median(row.step_s or sum(row.parts.values()) for row in rows)
-    threshold = max(_MATTERS_S, _MATTERS * step_s)
-    told_apart = all("wait_s" in row.parts for row in rows)
+    threshold = max(_MATTERS_S, _MATTERS * statistics.median(sum(row.parts.values()) for row in rows))
     worst: tuple[RankRow, str, float] | None = None
-    for keys in ([k for k in PARTS if k not in _HIDDEN_BY_WAITING], ["backward_s"]):
-        if keys == ["backward_s"] and not told_apart and worst is not None:
-            break
-        for key in keys:
-            times = [row.parts.get(key, 0.0) for row in rows]
-            typical = statistics.median_low(times)
-            for row, seconds in zip(rows, times, strict=True):
-                if seconds - typical > threshold and (worst is None or seconds - typical > worst[2]):
-                    worst = (row, key, seconds - typical)
+    for key in PARTS:
+        if key == "wait_s":
+            continue
+        times = [row.parts.get(key, 0.0) for row in rows]
+        typical = statistics.median_low(times)
+        for row, seconds in zip(rows, times, strict=True):
+            if seconds - typical > threshold and (worst is None or seconds - typical > worst[2]):
+                worst = (row, key, seconds - typical)
     return worst
 
 
@@ -401,27 +427,39 @@ def duration_text(seconds: float | None) -> str:
 
 
 def table(run: Run) -> tuple[list[str], list[list[str]]]:
-    """Column heads and one row of text a rank, leaving out columns in which nothing is known."""
+    """Column heads and rows of text: one row a rank, of very many ranks the smallest, median and largest of each.
+
+    Columns in which nothing is known are left out.
+    """
     rows = rank_rows(run)
-    names = run.history.names()[:4]
-    columns: list[tuple[str, list[str]]] = [
-        ("rank", [str(row.rank) for row in rows]),
-        ("state", [row.state for row in rows]),
-        ("step", ["n/a" if row.step is None else f"{row.step}" for row in rows]),
+    columns: list[tuple[str, list[float | None], Callable[[Any], str]]] = [
+        ("step", [row.step for row in rows], lambda step: "n/a" if step is None else f"{step:.0f}")
     ]
-    for name in names:
-        columns.append((f"last {name}", [number_text(row.last.get(name)) for row in rows]))
+    for name in run.history.names()[:4]:
+        columns.append((f"last {name}", [row.last.get(name) for row in rows], number_text))
     columns += [
-        ("step time", [seconds_text(row.step_s) for row in rows]),
-        ("steps/s", [number_text(row.steps_per_s) for row in rows]),
-        ("samples/s", [number_text(row.samples_per_s) for row in rows]),
-        ("memory", [bytes_text(row.memory.used) for row in rows]),
-        ("peak", [bytes_text(row.memory.peak) for row in rows]),
-        ("GPU load", ["n/a" if row.load_percent is None else f"{row.load_percent:.0f} %" for row in rows]),
+        ("step time", [row.step_s for row in rows], seconds_text),
+        ("steps/s", [row.steps_per_s for row in rows], number_text),
+        ("samples/s", [row.samples_per_s for row in rows], number_text),
+        ("memory", [row.memory.used for row in rows], bytes_text),
+        ("peak", [row.memory.peak for row in rows], bytes_text),
+        ("GPU load", [row.load_percent for row in rows], lambda load: "n/a" if load is None else f"{load:.0f} %"),
     ]
-    always = {"rank", "state", "step"}
-    kept = [(head, cells) for head, cells in columns if head in always or any(cell != "n/a" for cell in cells)]
-    return [head for head, _ in kept], [list(cells) for cells in zip(*(cells for _, cells in kept), strict=True)]
+    columns = [c for c in columns if c[0] == "step" or any(value is not None for value in c[1])]
+    heads = ["rank", "state", *(head for head, _, _ in columns)]
+    single = rows if len(rows) <= MANY_RANKS else [row for row in rows if row.state in _ENDED]
+    places = {row.rank: place for place, row in enumerate(rows)}
+    body = [
+        [str(row.rank), row.state, *(text(values[places[row.rank]]) for _, values, text in columns)] for row in single
+    ]
+    if len(rows) > MANY_RANKS:
+        states = Counter(row.state for row in rows)
+        said = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        for label, pick in (("smallest", min), ("median", statistics.median), ("largest", max)):
+            known = [[v for v in values if v is not None and math.isfinite(v)] for _, values, _ in columns]
+            cells = [text(pick(v)) if v else "n/a" for v, (_, _, text) in zip(known, columns, strict=True)]
+            body.append([f"{label} of {len(rows)}", said, *cells])
+    return heads, body
 
 
 def text_lines(run: Run, *, short: bool = False) -> list[str]:

@@ -761,10 +761,11 @@ function size(canvas, width, height, ratio) {
 class Bars {
   constructor(title) {
     this.note = h("small");
+    this.more = h("div", { class: "nbd-note" });
     this.grid = h("div", { class: "nbd-bars" });
     this.keys = h("div", { class: "nbd-keys" });
     this.node = h("section", { class: "nbd-panel", "aria-label": title, hidden: "" },
-      h("h4", { class: "nbd-title" }, title, this.note), this.grid, this.keys);
+      h("h4", { class: "nbd-title" }, title, this.note), this.grid, this.keys, this.more);
   }
 
   /**
@@ -1050,6 +1051,7 @@ class View {
     const full = c.used.map((_, i) => c.limit[i] ?? most);
     this.memory.update(store.ranks, memory, full, bytes, c.used, limits.length ? c.peak : []);
     say(this.memory.note, memory.length ? (limits.length ? `of ${bytes(Math.max(...limits))}` : "of each process") : "");
+    say(this.memory.more, state.memory_note ?? "");
     const parts = Object.entries(meta.parts).filter(([key]) => c.parts[key])
       .map(([key, label]) => [label, meta.part_colours[key], c.parts[key]]);
     const sums = store.ranks.map((_, i) => parts.reduce((sum, p) => sum + (p[2][i] ?? 0), 0));

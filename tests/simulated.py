@@ -23,22 +23,23 @@ MIB = 1024**2
 
 
 def make_run(ranks: int = 2, *, name: str = "run 1", device: str = "cpu", backend: str = "gloo", **fields: Any) -> Run:
-    return Run(
-        run_id=name, name=name, code="", ranks=list(range(ranks)), world_size=ranks, backend=backend, device=device,
-        **fields,
-    )  # fmt: skip
+    given = {"ranks": list(range(ranks)), "world_size": ranks} | fields
+    return Run(run_id=name, name=name, code="", backend=backend, device=device, **given)
 
 
-def add(
-    history: History, rank: int, seq: int, series: Mapping[str, Sequence[tuple[float, float]]], now_s: float = 0.0
-) -> None:
-    """Add points, given as (step, value) by metric, as a rank's message brings them."""
+def add(history: History, rank: int, seq: int = 0, **series: Sequence[tuple[float, float]]) -> None:
+    """Add points, given as (step, value), as one message of a rank brings them; step 0 was logged at 1000 s."""
     buffers, described = [], []
     for name, points in series.items():
         steps, values = np.array(points, dtype=float).reshape(-1, 2).T
-        buffers.append(np.stack([steps, np.full(len(steps), now_s), values]).tobytes())
+        buffers.append(np.stack([steps, 1000 + steps, values]).tobytes())
         described.append({"name": name, "n": len(steps)})
     history.add_metrics(rank, Metrics(run_id="", seq=seq, series=described), buffers)
+
+
+def sample(history: History, rank: int, time_s: float = 0.0, **values: Any) -> None:
+    """Add what a rank reads about itself."""
+    history.add_sample(rank, Sample(run_id="", time_s=time_s, values=values))
 
 
 @dataclass(kw_only=True)
@@ -132,7 +133,9 @@ def play(
                     senders.advance()
                     if text:
                         for rank in run.ranks[:4]:
-                            dashboard.set_text(rank, f"epoch {int(now)}\nrank {rank}: step {int(now * senders.steps_per_s)}\n")
+                            dashboard.set_text(
+                                rank, f"epoch {int(now)}\nrank {rank}: step {int(now * senders.steps_per_s)}\n"
+                            )
                 if on_tick is not None:
                     on_tick(dashboard, now)
                 dashboard.push()
@@ -166,7 +169,12 @@ def play(
 
 def loss(rank: int, step: int) -> float:
     noise = random.Random(step * 1009 + rank).gauss(0, 1)
-    return 2.2 * math.exp(-step / 180) + 0.12 + 0.03 * rank * math.exp(-step / 500) + noise * (0.02 + 0.1 * math.exp(-step / 120))
+    return (
+        2.2 * math.exp(-step / 180)
+        + 0.12
+        + 0.03 * rank * math.exp(-step / 500)
+        + noise * (0.02 + 0.1 * math.exp(-step / 120))
+    )
 
 
 def accuracy(rank: int, step: int) -> float:
