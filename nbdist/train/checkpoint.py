@@ -248,8 +248,8 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _packed(extra: Mapping[str, Any] | None) -> bytes:
     """``extra`` as bytes that the safe loader takes back."""
     buffer = io.BytesIO()
-    torch.save(dict(extra or {}), buffer)
     try:
+        torch.save(dict(extra or {}), buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:
         kinds = sorted({type(v).__name__ for v in (extra or {}).values()})
@@ -354,7 +354,9 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _export(target: Path, model: nn.Module) -> None:
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    # On CPU ranks offloading copies nothing, and version 1 of FSDP then reads memory it has freed (torch 2.13).
+    offload = any(p.device.type != "cpu" for p in model.parameters())
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
 
     def write() -> None:
         if dist.get_rank() == 0:

@@ -379,7 +379,7 @@ def _wrap_1(model: nn.Module, plan: _Plan, cpu_offload: bool) -> nn.Module:
     else:
         precision = MixedPrecision(param_dtype=dtype, reduce_dtype=next(model.parameters()).dtype) if dtype else None
     world_size = dist.get_world_size()
-    # On one group hybrid sharding is full sharding, and torch wants a mesh for the rest.
+    # In one group hybrid sharding is full sharding.
     hybrid = plan.strategy == "hybrid" and plan.shard_size < world_size
     strategy = STRATEGIES["full" if plan.strategy == "hybrid" and not hybrid else plan.strategy]
     on_cpu = plan.device.type == "cpu"
@@ -393,7 +393,8 @@ def _wrap_1(model: nn.Module, plan: _Plan, cpu_offload: bool) -> nn.Module:
         return FullyShardedDataParallel(
             model,
             sharding_strategy=strategy,
-            device_mesh=_mesh(plan) if hybrid else None,
+            # With a mesh its state dicts hold DTensors, which read back on any number of ranks.
+            device_mesh=_mesh(plan) if plan.strategy != "none" else None,
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
             mixed_precision=precision,
             cpu_offload=CPUOffload(offload_params=True) if cpu_offload else None,
