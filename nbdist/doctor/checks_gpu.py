@@ -342,6 +342,8 @@ def _peer(facts: Facts, link: Link) -> bool | None:
 
 def links(facts: Facts) -> Iterator[Finding]:
     """The GPUs reach each other's memory, over NVLink, and nothing stands in between."""
+    if facts.gpus is None:
+        return
     if len(facts.devices) < 2:
         reason = "no GPU" if not facts.devices else "one GPU"
         yield skipped("P2P", reason)

@@ -24,6 +24,7 @@ from nbdist.doctor.finding import Finding, fail
 
 __all__ = ["copies", "run_bandwidth", "run_preflight"]
 
+_SEARCHED = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))  # nbdist may run from its source tree
 _RENDEZVOUS_S = 60.0
 _LIMIT_S = 180.0
 _COPY_LIMIT_S = 60.0
@@ -48,7 +49,7 @@ def run_bandwidth(num_ranks: int, backend: str) -> Bandwidth | Finding:
 
 def copies() -> list[Finding]:
     """Copy between all GPUs in a process of its own, and compare."""
-    with _Started([[sys.executable, "-m", "nbdist.doctor.preflight"]], [{}]) as started:
+    with _Started([_python("nbdist.doctor.preflight")], [{}]) as started:
         hung = not started.wait(_COPY_LIMIT_S)
         out, err = started.output(0)
     if hung:
@@ -66,6 +67,11 @@ def copies() -> list[Finding]:
         return [fail("copies between GPUs", _last_line(err))]
 
 
+def _python(module: str, *words: str) -> list[str]:
+    """Run a module of nbdist; -P, so that no file of the current folder hides one."""
+    return [sys.executable, "-P", "-m", module, *words]
+
+
 class _Started:
     """Child processes, each in its own session; whatever happens, they are gone at the end of the block."""
 
@@ -81,7 +87,7 @@ class _Started:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=os.environ | environment,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, _SEARCHED))} | environment,
                 start_new_session=True,
             )
             for command, environment, (out, err) in zip(self._commands, self._environments, self._files, strict=True)
@@ -126,7 +132,7 @@ def _run(what: str, num_ranks: int, backend: str) -> Any:
     """Run a step in ranks; what rank 0 answered, or one line about what went wrong."""
     with tempfile.TemporaryDirectory(prefix="nbdist-doctor-") as folder:
         answer = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", "nbdist.doctor.ranks", what, backend, folder]
+        command = _python("nbdist.doctor.ranks", what, backend, folder)
         environments = [
             {
                 "RANK": str(rank),

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -91,7 +91,8 @@ class Diagnosis:
 
     def report(self) -> str:
         """Text for a bug report, without the names of hosts and users and without addresses."""
-        secret = _Secrets(self.facts)
+        hosts = {m.host for c in self.nccl.log.communicators for m in c.members.values()} if self.nccl else set()
+        secret = _Secrets(self.facts, hosts)
         versions = ", ".join(f"{n} {v}" for n, v in self.facts.packages.items())
         return secret.hide(
             f"nbdist {__version__} doctor report\n\n"
@@ -141,7 +142,7 @@ def diagnose(
 class _Secrets:
     """Takes names of hosts and users, home folders and addresses out of a text."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts, hosts: Iterable[str] = ()) -> None:
         self._facts = facts
         try:
             user = getpass.getuser()
@@ -150,6 +151,7 @@ class _Secrets:
         v = facts.variables
         names = [(facts.hostname or "", "<host>"), ((facts.hostname or "").split(".")[0], "<host>"), (user, "<user>")]
         names += [(v.get(n, ""), "<host>") for n in ("MASTER_ADDR", "SLURM_NODELIST", "SLURM_JOB_NODELIST")]
+        names += [(host, f"<host {number}>") for number, host in enumerate(sorted(hosts), 1)]
         # Short or everyday names would be cut out of the middle of other words.
         self._names = [(n, to) for n, to in names if len(n) > 1 and n not in ("root", "localhost")]
 
