@@ -213,9 +213,12 @@ def _prepared(operation: str, count: int, device: torch.device) -> Callable[[], 
     if operation == "all_reduce":
         return lambda: dist.all_reduce(whole) and None
     share = torch.zeros(count, device=device)
+    # Torch 2.13 renames these two and warns of the older names.
     if operation == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, share) and None
-    return lambda: dist.reduce_scatter_tensor(share, whole) and None
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return lambda: all_gather(whole, share) and None
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return lambda: reduce_scatter(share, whole) and None
 
 
 def _time(run: Callable[[], None], device: torch.device, seconds: float) -> float:

@@ -194,7 +194,7 @@ def visibility(facts: Facts) -> Iterator[Finding]:
             yield info(
                 "MIG",
                 f"GPU {device.index} is divided into {len(device.instances)} instances",
-                "a process sees one instance; NCCL does not join instances before 2.32",
+                "a process sees one instance: one rank",
             )
 
 

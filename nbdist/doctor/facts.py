@@ -374,7 +374,11 @@ def _addresses() -> dict[str, tuple[str, ...]]:
 
 def _shadows(folder: Path) -> tuple[str, ...]:
     """Files and packages in the notebook's folder (first in its search path) named like modules that are needed."""
-    names = _WATCHED_NAMES | (sys.stdlib_module_names - {"__main__", "this", "antigravity"})
+    # Built-in modules cannot be hidden, and nobody needs the others taken out here.
+    standard = (
+        sys.stdlib_module_names - set(sys.builtin_module_names) - {"test", "this", "antigravity", "turtle", "idlelib"}
+    )
+    names = _WATCHED_NAMES | standard
     try:
         entries = sorted(folder.iterdir())
     except OSError:

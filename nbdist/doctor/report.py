@@ -94,12 +94,12 @@ class Diagnosis:
         hosts = {m.host for c in self.nccl.log.communicators for m in c.members.values()} if self.nccl else set()
         secret = _Secrets(self.facts, hosts)
         versions = ", ".join(f"{n} {v}" for n, v in self.facts.packages.items())
-        return secret.hide(
+        text = (
             f"nbdist {__version__} doctor report\n\n"
             f"{self.facts.system}; Python {self.facts.python}; {versions}\n\n{self}\n\n"
-            f"Facts (nbdist doctor --facts FILE judges them again):\n\n```json\n"
-            f"{json.dumps(secret.facts(), indent=1)}\n```\n"
+            "Facts (nbdist doctor --facts FILE judges them again):"
         )
+        return f"{secret.hide(text)}\n\n```json\n{json.dumps(secret.facts(), indent=1)}\n```\n"
 
 
 def diagnose(
@@ -152,8 +152,9 @@ class _Secrets:
         names = [(facts.hostname or "", "<host>"), ((facts.hostname or "").split(".")[0], "<host>"), (user, "<user>")]
         names += [(v.get(n, ""), "<host>") for n in ("MASTER_ADDR", "SLURM_NODELIST", "SLURM_JOB_NODELIST")]
         names += [(host, f"<host {number}>") for number, host in enumerate(sorted(hosts), 1)]
-        # Short or everyday names would be cut out of the middle of other words.
-        self._names = [(n, to) for n, to in names if len(n) > 1 and n not in ("root", "localhost")]
+        # Everyday words tell nobody's name, and cutting them out would spoil the text.
+        everyday = {"root", "localhost", "docker", "jupyter", "nvidia", "torch", "ubuntu", "user", "gpu", "cpu"}
+        self._names = [(n, to) for n, to in names if len(n) > 1 and n not in everyday]
 
     def hide(self, text: str) -> str:
         text = re.sub(r"/(?:home|Users|root)(?:/[^/\s\"':,;]+)?(?=[/\s\"':,;]|$)", "~", text)
@@ -167,16 +168,22 @@ class _Secrets:
         """The facts, without those that are nothing but names."""
         value = self._facts.to_json()
         value.pop("hostname", None)
-        value["own_pids"] = []
+        value.pop("own_pids", None)
         kept = re.compile(
             r"(NCCL|GLOO|TORCH|PYTORCH|CUDA|NVIDIA|OMP|MKL)_|(LOCAL_)?(RANK|WORLD_SIZE)$|SLURM_(N|JOB_NUM)"
         )
         value["variables"] = {k: v if kept.match(k) else "<set>" for k, v in value.get("variables", {}).items()}
-        if value.get("hostname_addresses"):
-            value["hostname_addresses"] = ["<address>" if "127." not in a else a for a in value["hostname_addresses"]]
         if value.get("addresses"):
             value["addresses"] = {name: [] for name in value["addresses"]}
-        return value
+        return {k: self._hidden(v) for k, v in value.items()}
+
+    def _hidden(self, value: Any) -> Any:
+        """Hide names in every text of a JSON value; its keys are fields' and variables' names."""
+        if isinstance(value, str):
+            return self.hide(value)
+        if isinstance(value, dict):
+            return {k: self._hidden(v) for k, v in value.items()}
+        return [self._hidden(v) for v in value] if isinstance(value, list) else value
 
 
 # ---- the command

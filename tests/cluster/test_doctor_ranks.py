@@ -66,6 +66,7 @@ def torchrun(script: str, folder: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START_S, check=False)
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
 
 
 def test_under_torchrun(tmp_path):

@@ -171,7 +171,7 @@ def test_memory_nodes(tmp_path):
 
 
 def test_shadows(tmp_path):
-    for name in ("torch.py", "helper.py", "queue.py", "notes.txt"):
+    for name in ("torch.py", "helper.py", "queue.py", "notes.txt", "test.py", "sys.py"):
         (tmp_path / name).write_text("")
     for folder in ("numpy", "anywidget", "nbdist/doctor"):
         (tmp_path / folder).mkdir(parents=True)
