@@ -223,6 +223,9 @@ def open_kernel(product: Product, n: int, cache: Path) -> Kernel:
     return Kernel(python, folder, env, product.module)
 
 
+_HANDLE = "cluster = get_ipython().magics_manager.registry['DistributedMagics'].cluster"
+
+
 def _must(ran: Ran, what: str) -> Ran:
     if ran.status != "ok":
         raise RuntimeError(f"{what}: {ran.status}: {ran.text[-800:]}")
@@ -241,7 +244,7 @@ def started(product: Product, n: int, cache: Path) -> Kernel:
     try:
         start(kernel, product, n)
         if product.name == "nbdist":  # the handle that push and pull are called on
-            _must(kernel.run("import nbdist; cluster = nbdist.start()"), "nbdist handle")
+            _must(kernel.run(_HANDLE), "nbdist handle")
     except BaseException:
         kernel.close()
         raise

@@ -30,14 +30,10 @@ CELL_TIMEOUT_S = 900
 _ASK_LOSSES = """
 def _nbdist_losses():
     import json
-    from nbdist.notebook import cluster
-    found = []
-    for run in cluster.runs():
-        losses = run.history.last("loss")
-        if losses:
-            found.append({"run": run.name, "backend": run.backend, "device": run.device,
-                          "loss": {str(rank): value for rank, value in losses.items()}})
-    print(json.dumps(found))
+    magics = get_ipython().magics_manager.registry.get("DistributedMagics")
+    runs = magics.cluster.runs if magics is not None and magics.cluster is not None else []
+    found = [{"run": run.name, "loss": {str(k): v for k, v in run.history.last("loss").items()}} for run in runs]
+    print(json.dumps([run for run in found if run["loss"]]))
 _nbdist_losses()
 """
 

@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     global _runtime
     base = Path(tempfile.mkdtemp(prefix="nbt-"))
     _runtime = base / "run"  # short: a unix socket's path may have about 100 bytes
-    for name in ("run", "jupyter", "ipython"):
+    for name in ("run", "jupyter", "ipython", "state"):
         (base / name).mkdir(mode=0o700)
     os.environ.update(
         {
@@ -45,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
             "JUPYTER_CONFIG_DIR": str(base / "jupyter"),
             "JUPYTER_RUNTIME_DIR": str(_runtime),
             "JUPYTER_PLATFORM_DIRS": "1",
+            "XDG_STATE_HOME": str(base / "state"),
             "MPLBACKEND": "agg",
         }
     )

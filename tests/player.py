@@ -7,6 +7,7 @@ how nbdist does it: labels such as ``[1-3]`` in front of a line are all that is 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import queue
@@ -132,7 +133,7 @@ class Notebook:
     def __init__(self, folder: Path, env: Mapping[str, str | None] | None = None, load: bool = True) -> None:
         self.folder = folder
         self.world_size = 2
-        self._env = {k: v for k, v in {**os.environ, **(env or {})}.items() if v is not None}
+        self._env = {k: v for k, v in {**os.environ, "MPLBACKEND": None, **(env or {})}.items() if v is not None}
         self._manager = KernelManager()
         self._manager._kernel_spec = KernelSpec(
             argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], language="python"
@@ -212,6 +213,15 @@ class Notebook:
         played = self.run(f"print({expression})")
         assert played.ok, played.text
         return played.text.strip()
+
+    def points(self, name: str = "loss") -> dict[int, list[tuple[float, float]]]:
+        """Steps and values of a metric of the last run, by rank."""
+        said = self.value(
+            f"(lambda h: {{r: list(zip(*(c.tolist() for c in h.series({name!r}, r)[::2]))) for r in h.last({name!r})}})"
+            "(get_ipython().magics_manager.registry['DistributedMagics'].cluster.runs[-1].history)"
+        )
+        found: dict[int, list[tuple[float, float]]] = ast.literal_eval(said)
+        return found
 
     def rank_pids(self) -> list[str]:
         """Process ids of the ranks, as they print them themselves."""

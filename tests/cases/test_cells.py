@@ -84,7 +84,7 @@ def test_ce06_value_of_the_last_expression(notebook):
     )
     assert "odd-ok" in odd.of(0)
     assert "no repr today" in odd.text
-    assert odd.text.count("no repr today") <= 2  # the line of source, and the error
+    assert len(odd.errors) == 1
     assert "odd-ok" not in odd.of(1)
 
 
@@ -169,28 +169,29 @@ def test_ce15_sources_and_pickle(notebook):
 
 
 def test_ce16_module_edited_between_cells(notebook):
+    """Without autoreload both ranks keep the old version; a reload in the cell, which the README names, brings the new."""
     module = notebook.folder / "mymod.py"
     module.write_text("class A:\n    v = 'v1'\n")
     first = notebook.cell("import mymod; a = mymod.A(); print(a.v)")
-    module.write_text("class A:\n    v = 'v2'\n")
-    second = notebook.cell("import mymod, pickle\nprint(mymod.A.v, a.v)\npickle.dumps(a);")
+    module.write_text("class A:\n    v = 'version two'\n")
+    second = notebook.cell("import mymod\nprint(mymod.A.v, a.v)")
     assert first.of(0) == first.of(1) == ["v1"]
-    assert second.of(0) == second.of(1)
-    assert second.of(0)[0].split()[0] in ("v1", "v2")
-    assert second.ok or "re-create" in second.text or "not the same object" in second.text
-    # what the README says to do: reload inside the cell
+    assert second.of(0) == second.of(1) == ["v1 v1"]
     reloaded = notebook.cell("import importlib; importlib.reload(mymod); print(mymod.A.v)")
-    assert reloaded.of(0) == reloaded.of(1) == ["v2"]
+    assert reloaded.of(0) == reloaded.of(1) == ["version two"]
 
 
-def test_ce16_autoreload_inside_a_cell(notebook):
+def test_ce16_autoreload_of_the_kernel_is_honoured(notebook):
     module = notebook.folder / "mymod2.py"
-    module.write_text("def v(): return 'v1'\n")
-    notebook.cell("%load_ext autoreload\n%autoreload 2\nimport mymod2; print(mymod2.v())")
-    module.write_text("def v():\n    return 'version two'\n")
-    played = notebook.cell("print(mymod2.v())")
-    notebook.cell("%autoreload 0")
-    assert played.of(0) == played.of(1) == ["version two"]
+    module.write_text("class A:\n    v = 'v1'\n")
+    notebook.run("%load_ext autoreload\n%autoreload 2")
+    first = notebook.cell("import mymod2; a = mymod2.A(); print(a.v)")
+    module.write_text("class A:\n    v = 'version two'\n")
+    second = notebook.cell("import mymod2, pickle\nprint(mymod2.A.v, a.v)\npickle.dumps(a);")
+    notebook.run("%autoreload 0")
+    assert first.of(0) == first.of(1) == ["v1"]
+    assert second.ok, second.text
+    assert second.of(0) == second.of(1) == ["version two version two"]
 
 
 def test_ce18_pasted_script(notebook):

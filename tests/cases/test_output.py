@@ -51,12 +51,14 @@ def test_ou02_flood(notebook):
     assert len(shown) < 10_000
     for rank in (0, 1):
         assert any(line.startswith("line 199999 ") for line in played.of(rank))
-    # the whole text is in files that are named there, or shown on request
-    files = [Path(p) for p in re.findall(r"(/\S+)", played.text) if Path(p).is_file()]
-    assert files
-    whole = files[0].read_text()
-    assert whole.count("\n") >= 200_000
-    assert "line 100000 " in whole
+    # the whole text of each rank is in a file of a folder that is named there
+    folders = [Path(p) for p in re.findall(r"(/[^\s)]+)", played.text) if Path(p).is_dir()]
+    assert folders
+    logs = sorted(folders[0].glob("*0*")), sorted(folders[0].glob("*1*"))
+    for mine in logs:
+        whole = "".join(path.read_text() for path in mine if path.is_file())
+        assert whole.count("\n") >= 200_000
+        assert "line 100000 " in whole
 
 
 def test_ou02_interrupt_in_a_flood(notebook):
