@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 __all__ = [
@@ -25,11 +25,27 @@ __all__ = [
     "RankFailure",
     "StartError",
     "WireError",
+    "name_ranks",
 ]
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Ranks in short: ``0,2-3``."""
+    parts: list[tuple[int, int]] = []
+    for rank in sorted(set(ranks)):
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1] = (parts[-1][0], rank)
+        else:
+            parts.append((rank, rank))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 class NbdistError(Exception):
     """Base of every error nbdist raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Lines IPython shows for this error (its hook for exceptions that draw themselves): no frames of nbdist."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class InputError(NbdistError, ValueError):
@@ -99,7 +115,7 @@ class CellError(NbdistError):
         self.report = tuple(report)
         first = self.failures[0]
         ranks = [f.rank for f in self.failures if (f.ename, f.evalue) == (first.ename, first.evalue)]
-        where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
+        where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {name_ranks(ranks)}"
         what = ": ".join(part for part in (first.ename, first.evalue) if part)
         super().__init__(f"{where}: {what}" if first.ename else f"{where} {what}")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -151,7 +153,7 @@ class DistributedMagics(Magics):
                 timeout_s=options.timeout,
                 watch=_names(options.watch),
                 dashboard=not options.no_dashboard,
-                cell=self.shell.execution_count,
+                cell=self._cell_number(),
                 name=options.name,
                 autoreload=self._autoreload(),
             )
@@ -194,10 +196,22 @@ class DistributedMagics(Magics):
     def _checked(self, cell: str) -> str:
         """The cell's text, once it is known to be Python: a syntax error is raised before any rank runs anything."""
         transformed = self.shell.transform_cell(cell)
-        name = self.shell.compile.cache(transformed, self.shell.execution_count, raw_code=cell)
-        with self.shell.builtin_trap:
-            self.shell.compile(transformed, name, "exec")
+        name = self.shell.compile.cache(transformed, self._cell_number(), raw_code=cell)
+        try:
+            compile(transformed, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        except SyntaxError as error:
+            lines = self.shell.SyntaxTB.structured_traceback(SyntaxError, error, [])
+            error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+            raise error.with_traceback(None) from None
         return cell
+
+    def _cell_number(self) -> int:
+        """Number of the cell that is running. IPython 9 has counted on by now, IPython 8 has not: its frame knows."""
+        numbers = self.shell.compile._filename_map
+        frame = sys._getframe()
+        while frame is not None and frame.f_code.co_filename not in numbers:
+            frame = frame.f_back  # type: ignore[assignment]
+        return numbers[frame.f_code.co_filename] if frame is not None else self.shell.execution_count
 
     def _running(self, options: argparse.Namespace) -> Cluster:
         if self.cluster is None or not self.cluster.alive:
@@ -324,6 +338,13 @@ def _names(text: str | None) -> Sequence[str] | None:
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
+def _fill_empty_cell(lines: list[str]) -> list[str]:
+    """IPython refuses a cell magic without a body; an empty distributed cell is as good as one with a comment."""
+    if lines and lines[0].startswith("%%distributed") and not any(line.strip() for line in lines[1:]):
+        return [lines[0].rstrip("\n") + "\n", "\n"]
+    return lines
+
+
 _loaded: DistributedMagics | None = None
 
 
@@ -332,13 +353,12 @@ def load(shell: InteractiveShell) -> None:
     global _loaded
     if _loaded is not None and _loaded.shell is shell:
         return
-    import sys
-
     if not sys.platform.startswith("linux"):
         print("nbdist runs on Linux (WSL2 and Docker included); this system is " + sys.platform)
         return
     _loaded = DistributedMagics(shell)
     shell.register_magics(_loaded)
+    shell.input_transformers_cleanup.append(_fill_empty_cell)
     try:
         clusters.warm()
     except NbdistError as error:
@@ -353,6 +373,8 @@ def unload(shell: InteractiveShell) -> None:
     if _loaded.cluster is not None:
         _loaded.cluster.stop()
     clusters.cool()
+    if _fill_empty_cell in shell.input_transformers_cleanup:
+        shell.input_transformers_cleanup.remove(_fill_empty_cell)
     for kind in ("line", "cell"):
         shell.magics_manager.magics[kind].pop("distributed", None)
     _loaded = None

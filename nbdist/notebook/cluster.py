@@ -15,13 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nbdist.errors import CellError, InputError, NotRunningError, StartError
+from nbdist.errors import InputError, NotRunningError, StartError, name_ranks
 from nbdist.notebook import launch
 from nbdist.notebook.cell import CellRun
 from nbdist.notebook.history import Run
 from nbdist.notebook.iothread import IOThread
 from nbdist.notebook.logs import new_log_folder
-from nbdist.notebook.merge import name_ranks
 from nbdist.notebook.ranks import RankProcess, how_it_ended, start_rank
 from nbdist.notebook.running import Foreground, RunHandle
 from nbdist.notebook.watch import Watch, describe
@@ -158,8 +157,8 @@ class Cluster:
         if said and said[0].failure:
             failure = said[0].failure
             text = failure.evalue if failure.ename == "StartError" else f"{failure.ename}: {failure.evalue}"
-            who = name_ranks(p.rank for p in said)
-            raise StartError(f"rank {who} could not start: {text}")
+            who = f"rank{'s' if len(said) > 1 else ''} {name_ranks(p.rank for p in said)}"
+            raise StartError(f"{who} could not start: {text}")
         if dead:
             tail = " | ".join(dead[0].output.tail(3))
             raise StartError(f"rank {dead[0].rank} {how_it_ended(dead[0].exit_status)} while starting: {tail}")
@@ -378,7 +377,7 @@ class Cluster:
         text = "process group renewed"
         if attached:
             text += f", {', '.join(attached)} attached again"
-        if self._broken or attached or lost or len(set(steps.values())) > 1:
+        if attached or lost or len(set(steps.values())) > 1:
             said.append(text + self._compare_steps(steps))
         said += list(lost)
         self._broken = None

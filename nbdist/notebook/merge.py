@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from nbdist.errors import name_ranks
 from nbdist.notebook.output import Line, Screen
 
-__all__ = ["Shown", "Text", "Voice", "label", "name_ranks"]
+__all__ = ["Shown", "Text", "Voice", "label"]
 
 WINDOW_S = 0.08  # how long a line waits for its like from the other ranks
 _DISPLAY_WINDOW_S = 0.5
@@ -46,28 +47,11 @@ class Shown:
     replace: bool = False  # takes the place of what the rank displayed last (after clear_output)
 
 
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in short: ``0,2-3``."""
-    parts: list[str] = []
-    run: list[int] = []
-    for rank in [*sorted(ranks), None]:
-        if rank is not None and run and rank == run[-1] + 1:
-            run.append(rank)
-            continue
-        if run:
-            parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" if len(run) > 2 else f"{run[0]},{run[-1]}")
-        if rank is not None:
-            run = [rank]
-    return ",".join(parts)
-
-
 def label(ranks: Iterable[int], world: Sequence[int]) -> str:
     """``[all]``, or ``[0,2-3]``: who says it."""
     said = sorted(set(ranks))
     if len(world) > 1 and said == sorted(world):
         return "[all]"
-    if len(said) > 1 and said == list(range(said[0], said[-1] + 1)):
-        return f"[{said[0]}-{said[-1]}]"
     return f"[{name_ranks(said)}]"
 
 
@@ -207,7 +191,9 @@ class Voice:
             heads = [(s.queue[0].at_s, s) for s in self._speakers.values() if s.queue]
             if not heads:
                 return
-            at_s, speaker = min(heads, key=lambda head: head[0])
+            at_s = min(at for at, _ in heads)
+            # Of what came at about the same time, the lowest rank speaks first.
+            speaker = min((s for at, s in heads if at - at_s < WINDOW_S), key=lambda s: s.rank)
             content = speaker.queue[0].content
             alike = [s for _, s in heads if s.queue[0].content == content]
             silent = [s for s in self._speakers.values() if not s.queue and not s.ended]

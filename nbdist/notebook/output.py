@@ -47,6 +47,7 @@ class Screen:
         self._rows: list[tuple[str, str]] = [("stdout", "")]
         self._row = 0
         self._back = False  # a carriage return was seen: the next text starts at the row's beginning
+        self._landed = False  # a line end led to a row that exists: text there would hide it, unless a return follows
         self._colour = ""
 
     def feed(self, stream: str, text: str) -> list[Line]:
@@ -65,7 +66,7 @@ class Screen:
         return done
 
     def _simple(self) -> bool:
-        return len(self._rows) == 1 and not self._back and not self._colour
+        return len(self._rows) == 1 and not self._back and not self._colour and not self._landed
 
     def _feed_plain(self, stream: str, text: str) -> list[Line]:
         *ended, rest = text.split("\n")
@@ -81,6 +82,10 @@ class Screen:
     def _put(self, stream: str, text: str) -> None:
         if not text:
             return
+        if self._landed:
+            self._landed = False
+            self._row = len(self._rows)
+            self._rows.append((stream, ""))
         owner, row = self._rows[self._row]
         if self._back:
             # Text over text of the same row, as a terminal has it; rows with colours are replaced as a whole.
@@ -101,10 +106,10 @@ class Screen:
             if self._row == len(self._rows):
                 self._rows.append((stream, ""))
             else:
-                self._back = True
+                self._landed = True
         elif code == "\r":
             self._close_colour()
-            self._back = True
+            self._back, self._landed = True, False
         elif code == "\x08":
             owner, row = self._rows[self._row]
             if "\x1b" not in row:
@@ -120,6 +125,7 @@ class Screen:
 
     def _move(self, stream: str, count: int, what: str, given: str) -> None:
         self._close_colour()
+        self._landed = False
         if what == "A":
             if count > self._row:  # above lie lines that have been shown already
                 self._finish_row(stream)
@@ -167,7 +173,7 @@ class Screen:
         while self._rows and not self._rows[-1][1]:
             self._rows.pop()
         done = [Line(stream, row) for stream, row in self._rows]
-        self._rows, self._row, self._back = [("stdout", "")], 0, False
+        self._rows, self._row, self._back, self._landed = [("stdout", "")], 0, False, False
         return done
 
 

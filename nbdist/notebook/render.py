@@ -15,12 +15,13 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 from IPython.display import publish_display_data
 
-from nbdist.errors import RankFailure
-from nbdist.notebook.merge import Shown, Text, name_ranks
+from nbdist.errors import RankFailure, name_ranks
+from nbdist.notebook.merge import Shown, Text
 
 __all__ = ["BackgroundPrinter", "Printer", "failure_report", "interrupt_report"]
 
 _LIVE_EVERY_S = 0.25
+_LIVE_AFTER_S = 0.4  # an unfinished line is shown by itself only if it stays unfinished for so long
 _MESSAGES_PER_S = 40
 _RULE = "-" * 75
 _RED, _BOLD, _END = "\x1b[31m", "\x1b[1m", "\x1b[0m"
@@ -55,6 +56,7 @@ class Printer:
         self._live_id: str | None = None
         self._live_text = ""
         self._live_s = 0.0
+        self._rows_since_s = time.monotonic()
         self._stream = "stdout"
         self._last_display: dict[tuple[int, ...], str] = {}
         self._count = 0
@@ -116,11 +118,15 @@ class Printer:
         """Show rows that change in place: progress bars, one line each."""
         now = time.monotonic()
         text = "" if final else "\n".join(rows)
+        if not text:
+            self._rows_since_s = now
         if text == self._live_text or not _has_displays() or (not final and now - self._live_s < _LIVE_EVERY_S):
+            return
+        first = self._live_id is None
+        if first and now - self._rows_since_s < _LIVE_AFTER_S:
             return
         self._live_text, self._live_s = text, now
         self.flush()
-        first = self._live_id is None
         if first:
             self._live_id = f"{self._run_id}-live"
         publish_display_data({"text/plain": text}, {}, transient={"display_id": self._live_id}, update=not first)

@@ -11,8 +11,8 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
+from nbdist.errors import name_ranks
 from nbdist.notebook.cell import CellRun
-from nbdist.notebook.merge import name_ranks
 from nbdist.notebook.ranks import RankProcess
 from nbdist.wire import messages as m
 

@@ -75,7 +75,7 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        from nbdist.worker import telemetry
+        from nbdist.worker import spawn, telemetry
         from nbdist.worker.group import Group
         from nbdist.worker.shell import make_shell
         from nbdist.worker.steps import Steps
@@ -102,6 +102,7 @@ class Rank:
         self.steps = Steps(self.telemetry, notice=self.notice)
         self.steps.halted = lambda steps: self.send(m.StepHalted(run_id=self._run_id or "", steps=steps))
         self.steps.install()
+        spawn.install()
         namespace = {
             "rank": self.rank,
             "local_rank": int(os.environ["LOCAL_RANK"]),

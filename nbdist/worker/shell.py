@@ -11,6 +11,8 @@ import gc
 import getpass
 import io
 import linecache
+import os
+import re
 import sys
 import traceback
 import types
@@ -34,6 +36,10 @@ _NO_INPUT = (
 _NO_DEBUGGER = (
     "the debugger is not available in ranks: `%distributed where` shows what they do, `%distributed pull` fetches variables"
 )
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_HEADER = re.compile(r"(?:-{40,}|\S+ +Traceback \(most recent call last\))$")
 
 Publish = Callable[..., None]
 
@@ -180,12 +186,19 @@ class RankShell(InteractiveShell):
         return outcome
 
     def _from_cell(self, tb: types.TracebackType | None) -> types.TracebackType | None:
-        """The traceback without the frames above the cell's own first line."""
+        """The traceback without the frames above the cell's own first line, and without nbdist's."""
         cells = self.compile._filename_map
         step = tb
         while step is not None and step.tb_frame.f_code.co_filename not in cells:
             step = step.tb_next
-        return step or tb
+        first = step
+        while step is not None:
+            after = step.tb_next
+            while after is not None and after.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+                after = after.tb_next
+            step.tb_next = after
+            step = after
+        return first or tb
 
     def _render(self, etype: type[BaseException], value: BaseException, tb: types.TracebackType | None) -> list[str]:
         try:
@@ -197,7 +210,10 @@ class RankShell(InteractiveShell):
             for name in ("tb", "evalue", "etype"):
                 if hasattr(self.InteractiveTB, name):
                     setattr(self.InteractiveTB, name, None)
-        return "\n".join(lines).split("\n")
+        rendered = "\n".join(lines).split("\n")
+        while rendered and _HEADER.match(_COLOUR.sub("", rendered[0])):
+            del rendered[0]  # the report has a headline of its own, with the ranks
+        return rendered
 
     def run(self, code: str, cell: int) -> Outcome:
         """Run one cell.
