@@ -3,7 +3,7 @@
 ::
 
     NbdistError
-    ├── InputError          a bad argument, flag, name or value: one line that says what was expected (also a ValueError)
+    ├── InputError          a bad argument, flag, name or value; one line says what was expected (also a ValueError)
     ├── NotRunningError     there is no cluster, or this code does not run inside a distributed cell
     ├── StartError          the workers could not be started, with what they said
     ├── WireError           a message could not be sent, read or trusted

@@ -73,7 +73,9 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def _start_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", type=_number, metavar="N", help="number of ranks (default: one per GPU; without a GPU, 2)")
+    parser.add_argument(
+        "-n", type=_number, metavar="N", help="number of ranks (default: one per GPU; without a GPU, 2)"
+    )
     parser.add_argument(
         "--backend", choices=["nccl", "gloo"], help="nccl needs a GPU for each rank; with gloo ranks may share GPUs"
     )
@@ -115,14 +117,19 @@ def _line_parser() -> _Parser:
     output = command("output", "the whole text of one rank")
     output.add_argument("rank", type=int)
     output.add_argument("-t", "--tail", type=int, metavar="LINES", help="only its last lines")
-    for name, text in (("push", "send variables of the notebook to the ranks"), ("pull", "fetch variables from the ranks")):
+    for name, text in (
+        ("push", "send variables of the notebook to the ranks"),
+        ("pull", "fetch variables from the ranks"),
+    ):
         sub = command(name, text)
         sub.add_argument("names", nargs="+", metavar="NAME")
         sub.add_argument("-r", "--ranks", metavar="RANKS", help="only these ranks, e.g. 0,2-3")
     history = command("history", "runs of this session, or the metrics of one")
     history.add_argument("run", nargs="?", help="its name or number; the last one by default")
     history.add_argument("--csv", metavar="FILE", help="write its points to a file")
-    command("dashboard", "show a run again").add_argument("run", nargs="?", help="its name or number; by default the last")
+    command("dashboard", "show a run again").add_argument(
+        "run", nargs="?", help="its name or number; by default the last"
+    )
     command("doctor", "is this machine fit for distributed training?")
     return parser
 
@@ -133,13 +140,14 @@ class DistributedMagics(Magics):
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
+        self._ipython: Any = shell
         self.cluster: Cluster | None = None
         self._cell_parser = _cell_parser()
         self._line_parser = _line_parser()
 
     # ---- the magics
 
-    @cell_magic("distributed")
+    @cell_magic("distributed")  # type: ignore[arg-type]
     def run_cell(self, line: str, cell: str) -> RunHandle | None:
         """Run the cell on every rank; `%%distributed -h` shows the options."""
         try:
@@ -164,11 +172,11 @@ class DistributedMagics(Magics):
         if not options.background:
             return None
         if options.handle:
-            self.shell.push({options.handle: handle})
+            self._ipython.push({options.handle: handle})
             return None
         return handle
 
-    @line_magic("distributed")
+    @line_magic("distributed")  # type: ignore[arg-type]
     def command(self, line: str) -> Any:
         """Look after the workers: `%distributed -h` shows the commands."""
         try:
@@ -195,39 +203,42 @@ class DistributedMagics(Magics):
 
     def _checked(self, cell: str) -> str:
         """The cell's text, once it is known to be Python: a syntax error is raised before any rank runs anything."""
-        transformed = self.shell.transform_cell(cell)
-        name = self.shell.compile.cache(transformed, self._cell_number(), raw_code=cell)
+        transformed = self._ipython.transform_cell(cell)
+        name = self._ipython.compile.cache(transformed, self._cell_number(), raw_code=cell)
         try:
             compile(transformed, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
         except SyntaxError as error:
-            lines = self.shell.SyntaxTB.structured_traceback(SyntaxError, error, [])
+            lines = self._ipython.SyntaxTB.structured_traceback(SyntaxError, error, None)
             error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
             raise error.with_traceback(None) from None
         return cell
 
     def _cell_number(self) -> int:
         """Number of the cell that is running. IPython 9 has counted on by now, IPython 8 has not: its frame knows."""
-        numbers = self.shell.compile._filename_map
+        numbers = self._ipython.compile._filename_map
         frame = sys._getframe()
         while frame is not None and frame.f_code.co_filename not in numbers:
             frame = frame.f_back  # type: ignore[assignment]
-        return numbers[frame.f_code.co_filename] if frame is not None else self.shell.execution_count
+        return int(numbers[frame.f_code.co_filename] if frame is not None else self._ipython.execution_count)
 
     def _running(self, options: argparse.Namespace) -> Cluster:
         if self.cluster is None or not self.cluster.alive:
             return self._start(options)
         size = self.cluster.world_size
         if options.n is not None and options.n != size:
-            raise InputError(f"{size} ranks are running, not {options.n}: `%distributed restart -n {options.n}` changes that")
+            raise InputError(
+                f"{size} ranks are running, not {options.n}: `%distributed restart -n {options.n}` changes that"
+            )
         if options.backend is not None and options.backend != self.cluster.choice.backend:
             raise InputError(
-                f"the backend is {self.cluster.choice.backend}: `%distributed restart --backend {options.backend}` changes that"
+                f"the backend is {self.cluster.choice.backend}:"
+                f" `%distributed restart --backend {options.backend}` changes that"
             )
         return self.cluster
 
     def _autoreload(self) -> str | None:
         reloader = getattr(self.shell, "_nbdist_autoreload", None)
-        for function in self.shell.events.callbacks.get("pre_run_cell", []):
+        for function in self._ipython.events.callbacks.get("pre_run_cell", []):
             owner = getattr(function, "__self__", None)
             if type(owner).__name__ == "AutoreloadMagics":
                 reloader = getattr(owner, "_reloader", None)
@@ -239,20 +250,22 @@ class DistributedMagics(Magics):
 
     def _cluster(self) -> Cluster:
         if self.cluster is None or not self.cluster.alive:
-            raise NotRunningError("no cluster is running: start one with `%distributed start`, or run a `%%distributed` cell")
+            raise NotRunningError(
+                "no cluster is running: start one with `%distributed start`, or run a `%%distributed` cell"
+            )
         return self.cluster
 
     def _start(self, options: argparse.Namespace) -> Cluster:
         if self.cluster is not None and self.cluster.alive:
-            raise InputError(f"{self.cluster.world_size} ranks are running already: `%distributed restart` gives fresh ones")
-        self.cluster = clusters.start(
-            options.n, backend=options.backend, check_collectives=options.check_collectives
-        )
+            raise InputError(
+                f"{self.cluster.world_size} ranks are running already: `%distributed restart` gives fresh ones"
+            )
+        self.cluster = clusters.start(options.n, backend=options.backend, check_collectives=options.check_collectives)
         self.cluster.names = self._user_names
         return self.cluster
 
     def _user_names(self) -> list[str]:
-        return [name for name in self.shell.user_ns if name not in self.shell.user_ns_hidden]
+        return [name for name in self._ipython.user_ns if name not in self._ipython.user_ns_hidden]
 
     def _status(self, _: argparse.Namespace) -> None:
         if self.cluster is None or not self.cluster.alive:
@@ -292,20 +305,22 @@ class DistributedMagics(Magics):
 
     def _push(self, options: argparse.Namespace) -> None:
         cluster = self._cluster()
-        if missing := [name for name in options.names if name not in self.shell.user_ns]:
+        if missing := [name for name in options.names if name not in self._ipython.user_ns]:
             raise InputError(f"the notebook has no variable {', '.join(missing)}")
         ranks = parse_ranks(options.ranks) if options.ranks is not None else None
-        cluster.push({name: self.shell.user_ns[name] for name in options.names}, ranks=ranks)
+        cluster.push({name: self._ipython.user_ns[name] for name in options.names}, ranks=ranks)
 
     def _pull(self, options: argparse.Namespace) -> None:
         cluster = self._cluster()
         ranks = parse_ranks(options.ranks) if options.ranks is not None else None
         for name in options.names:
             if not name.isidentifier():
-                raise InputError(f"%distributed pull takes names of variables, not {name!r}; cluster.pull() takes expressions")
+                raise InputError(
+                    f"%distributed pull takes names of variables, not {name!r}; cluster.pull() takes expressions"
+                )
             found = cluster.pull(name, ranks=ranks)
             single = ranks is not None and len(ranks) == 1
-            self.shell.push({name: next(iter(found.values())) if single else found})
+            self._ipython.push({name: next(iter(found.values())) if single else found})
 
     def _run_named(self, name: str | None) -> Any:
         runs = self._cluster().runs

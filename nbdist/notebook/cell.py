@@ -71,9 +71,7 @@ class CellRun:
         if isinstance(message, m.ClearOutput):
             self.voice.clear(rank)
             return
-        self.voice.show(
-            rank, Shown(message.data, message.metadata, message.display_id, message.update, message.result)
-        )
+        self.voice.show(rank, Shown(message.data, message.metadata, message.display_id, message.update, message.result))
 
     def replied(self, rank: int, reply: m.ExecuteReply) -> None:
         """The rank has ended the cell."""

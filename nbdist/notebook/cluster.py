@@ -1,40 +1,35 @@
-"""The cluster: workers that are started, run cells, are interrupted, restarted, and stopped, as the notebook sees them."""
+"""The cluster: workers that are started, run cells, are interrupted, restarted and stopped."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
-import shutil
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from nbdist.errors import InputError, NotRunningError, StartError, name_ranks
-from nbdist.notebook import launch
+from nbdist.notebook import launch, variables
 from nbdist.notebook.cell import CellRun
+from nbdist.notebook.dashboard import Dashboard
 from nbdist.notebook.history import Run
-from nbdist.notebook.iothread import IOThread
-from nbdist.notebook.logs import new_log_folder
-from nbdist.notebook.ranks import RankProcess, how_it_ended, start_rank
+from nbdist.notebook.members import Members
+from nbdist.notebook.ranks import RankProcess
 from nbdist.notebook.running import Foreground, RunHandle
 from nbdist.notebook.watch import Watch, describe
 from nbdist.wire import messages as m
-from nbdist.wire import values
-from nbdist.wire.channel import Listener, Packet, new_key
+from nbdist.wire.channel import Packet
 
 __all__ = ["Cluster", "start"]
 
-START_TIMEOUT_S = 120.0
-RENEW_TIMEOUT_S = 70.0
-STOP_TIMEOUT_S = 0.5
 WAITING_S = 10.0
 MAX_RUNS = 50
+_LATE_CHUNKS = 1000
 
 
 class RankView:
@@ -66,108 +61,28 @@ class Cluster:
         self.world_size = choice.n
         self.runs: list[Run] = []
         self.waiting_s: float = options.get("waiting_s", WAITING_S)
-        self._options = dict(options)
-        self._server = server
-        self._changed = threading.Condition()
+        self.names: Callable[[], Iterable[str]] = tuple
         self._cell: CellRun | None = None
         self._watch: Watch | None = None
         self._front: Foreground | None = None
-        self._answers: dict[tuple[int, type[m.Message]], tuple[m.Message, list[memoryview]]] = {}
+        self._again: list[Dashboard] = []  # dashboards of the running cell that were opened a second time
         self._notices: list[str] = []
-        self._generation = 0
         self._count = 0
-        self._stopping = False
         self._closed = False
-        self.names: Callable[[], Iterable[str]] = tuple
-        self._broken: str | None = None  # why the process group must be renewed
-        self._key = new_key()
-        self._token = os.urandom(8).hex()
-        self._folder = launch.runtime_folder()
-        self._logs = new_log_folder()
         self._owner_pid = os.getpid()
-        self._ranks: list[RankProcess] = []
-        try:
-            self._listener = Listener(self._folder, self._key)
-            self._io = IOThread(self._listener, self._changed, self._arrived, self._exited, self._tick)
-            self._io.exits = server.exits
-            self._io.start()
-            self._start_ranks(range(self.world_size))
-        except BaseException:
-            self._tear_down()
-            raise
+        self.members = Members(
+            server,
+            choice,
+            options.get("env", {}),
+            on_packet=self._arrived,
+            on_tick=self._tick,
+            on_text=self._text,
+            on_mark=self._mark,
+        )
+        self.changed = self.members.changed
         atexit.register(self.stop)
 
     # ---- start and stop
-
-    def _spec(self, rank: int) -> dict[str, Any]:
-        env = launch.rank_environment(os.environ, rank, self.world_size)
-        env.update(self._options.get("env", {}))
-        return {
-            "rank": rank,
-            "world_size": self.world_size,
-            "num_gpus": self.choice.num_gpus,
-            "backend": self.choice.backend,
-            "device": self.choice.device,
-            "folder": str(self._folder),
-            "key": self._key.decode(),
-            "token": self._token,
-            "generation": self._generation,
-            "notebook_pid": os.getpid(),
-            "env": env,
-            "cwd": os.getcwd(),
-            "path": ["", *(p for p in sys.path if p)],
-        }
-
-    def _start_ranks(self, which: Iterable[int]) -> None:
-        """Fork these ranks under the present generation and wait until they are ready.
-
-        Raises
-        ------
-        StartError
-            With what the ranks said; none of them is left.
-        """
-        which = list(which)
-        for rank in which:
-            log = self._logs / f"rank-{rank}.log" if self._logs else None
-            process = start_rank(self._server, self._spec(rank), log, self._text, self._mark)
-            with self._changed:
-                if rank < len(self._ranks):
-                    self._retire(self._ranks[rank])
-                    self._ranks[rank] = process
-                else:
-                    self._ranks.append(process)
-                self._io.ranks = list(self._ranks)
-        self._io.wake()
-        new = [self._ranks[r] for r in which]
-        deadline = time.monotonic() + START_TIMEOUT_S
-        with self._changed:
-            while not all(p.ready for p in new):
-                failed = [p for p in new if p.failure or not p.alive]
-                if failed or time.monotonic() > deadline:
-                    break
-                self._changed.wait(0.1)
-        if not all(p.ready for p in new):
-            self._fail_start(new)
-
-    def _fail_start(self, new: Sequence[RankProcess]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: all(p.failure or p.ready or not p.alive for p in new), 0.5)
-        said = [p for p in new if p.failure]
-        dead = [p for p in new if not p.alive and not p.failure]
-        if said and said[0].failure:
-            failure = said[0].failure
-            text = failure.evalue if failure.ename == "StartError" else f"{failure.ename}: {failure.evalue}"
-            who = f"rank{'s' if len(said) > 1 else ''} {name_ranks(p.rank for p in said)}"
-            raise StartError(f"{who} could not start: {text}")
-        if dead:
-            tail = " | ".join(dead[0].output.tail(3))
-            raise StartError(f"rank {dead[0].rank} {how_it_ended(dead[0].exit_status)} while starting: {tail}")
-        raise StartError(f"the workers did not start within {START_TIMEOUT_S:.0f} s")
-
-    @staticmethod
-    def _retire(process: RankProcess) -> None:
-        process.output.close()
-        process.log.close()
 
     @property
     def alive(self) -> bool:
@@ -175,35 +90,22 @@ class Cluster:
         return not self._closed
 
     def stop(self) -> None:
-        """End all workers, at once and whatever they do; nothing of the cluster stays. Calling it again does nothing."""
+        """End all workers at once, whatever they do; nothing of the cluster stays. Again: does nothing."""
         if self._closed or os.getpid() != self._owner_pid:
             return
-        self._stopping = True
-        self._send_all(m.ShutdownRequest())
-        with self._changed:
-            busy = self._cell is not None
-            self._changed.wait_for(lambda: not any(p.alive for p in self._ranks), 0.0 if busy else STOP_TIMEOUT_S)
-        self._tear_down()
+        self._closed = True
+        self.members.leave(at_once=self._cell is not None and not self._cell.done)
+        self.members.close()
         atexit.unregister(self.stop)
 
     shutdown = stop
 
-    def _tear_down(self) -> None:
-        self._closed = self._stopping = True
-        if self._ranks:
-            self._server.kill([p.pid for p in self._ranks])
-            with self._changed:
-                self._changed.wait_for(lambda: not any(p.alive for p in self._ranks), 3)
-        if hasattr(self, "_io"):
-            self._io.stop()
-        for process in self._ranks:
-            self._retire(process)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(self, etype: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, etype: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.stop()
 
     def __repr__(self) -> str:
@@ -285,13 +187,13 @@ class Cluster:
             watch=list(watch) if watch is not None else None,
             autoreload=autoreload,
         )
-        with self._changed:
+        with self.changed:
             self._cell, self._front = state, front
-            self._watch = Watch(state, self._ranks, self._send, self._kill_rank, self.waiting_s)
+            self._watch = Watch(state, self.members.ranks, self.members.send, self.members.kill, self.waiting_s)
             if timeout_s is not None:
                 self._watch.interrupt_at(time.monotonic() + timeout_s)
             for rank in chosen:
-                process = self._ranks[rank]
+                process = self.members.ranks[rank]
                 process.state = "busy"
                 for stream, text in process.late:
                     state.say(rank, stream, text)
@@ -299,152 +201,82 @@ class Cluster:
         for notice in self._take_notices():
             state.note(notice)
         for rank in chosen:
-            self._send(rank, request)
+            self.members.send(rank, request)
         if not background:
             front.wait()
             self._finish(state, front)
         return handle
 
     def _finish(self, state: CellRun, front: Foreground) -> None:
-        """In the main thread, after a foreground cell: heal what can be healed, and raise what went wrong."""
-        failures = state.failures()
-        if failures or state.interrupted:
-            with contextlib.suppress(StartError):
-                for line in self._heal(state.run.ranks, replace=False):
+        """In the main thread, after a foreground cell: heal what can be healed at once, and raise what went wrong."""
+        everybody = len(state.run.ranks) == self.world_size and all(p.alive for p in self.members.ranks)
+        if everybody and (state.interrupted or state.failures()):
+            with contextlib.suppress(StartError):  # tried again, and told, before the next cell
+                for line in self.members.heal():
                     front.print(line)
         front.close()
         front.raise_failures()
 
     def _wait_turn(self) -> None:
         """Wait until a background run has ended: a late collective would pair with one of the next cell."""
-        with self._changed:
+        with self.changed:
             if self._cell is None or self._cell.done:
                 return
             other = self._cell
         print(f"waiting for {other.run.name}, which runs in the background (its handle's .interrupt() stops it)")
-        with self._changed:
+        with self.changed:
             while not other.done:
-                self._changed.wait(0.1)
+                self.changed.wait(0.1)
 
     def _prepare(self, chosen: Sequence[int]) -> None:
         """Before a cell: every rank it needs is alive and stands in one group with the others."""
-        dead = [p.rank for p in self._ranks if not p.alive]
-        if len(chosen) < self.world_size:
-            if lost := [r for r in chosen if r in dead]:
-                alive = [r for r in range(self.world_size) if r not in dead]
-                raise InputError(
-                    f"rank {name_ranks(lost)} has ended: run a cell on all ranks to replace it, or use -r {name_ranks(alive)}"
-                )
-            return
-        for line in self._heal(chosen, replace=True):
-            print(line)
-
-    def _heal(self, chosen: Sequence[int], replace: bool) -> list[str]:
-        """Fork ranks that died and renew the process group where it is needed; what to tell the user."""
-        dead = [p for p in self._ranks if not p.alive]
-        states = {p.group for p in self._ranks if p.alive}
-        if (dead and not replace) or (not dead and len(states) == 1 and "none" not in states):
-            return []
-        if len(chosen) < self.world_size:
-            return []
-        said = []
-        outdated = self._server.outdated()
-        if dead and outdated:
-            raise StartError(f"the fork server cannot replace ranks ({outdated}): use %distributed restart")
-        self._generation += 1
-        alive = [p for p in self._ranks if p.alive]
-        for process in alive:
-            self._io.send(process.identity, m.RenewRequest(generation=self._generation))
-        if dead:
-            self._start_ranks([p.rank for p in dead])
-            for process in dead:
-                self._ranks[process.rank].replaced = True
-                said.append(
-                    f"rank {process.rank} {how_it_ended(process.exit_status)} and was started anew: its variables are gone"
-                )
-        replies = self._collect([p.rank for p in alive], m.RenewReply, RENEW_TIMEOUT_S)
-        attached: dict[str, None] = {}
-        lost: dict[str, None] = {}
-        steps: dict[int, int] = {}
-        for rank, (reply, _) in replies.items():
-            assert isinstance(reply, m.RenewReply)
-            if reply.status != "ok":
-                raise StartError(f"rank {rank} could not join a new process group: {reply.evalue}")
-            self._ranks[rank].group = f"{self._generation}.0"
-            attached.update(dict.fromkeys(reply.attached))
-            lost.update(dict.fromkeys(reply.lost))
-            steps[rank] = reply.steps
-        text = "process group renewed"
-        if attached:
-            text += f", {', '.join(attached)} attached again"
-        if attached or lost or len(set(steps.values())) > 1:
-            said.append(text + self._compare_steps(steps))
-        said += list(lost)
-        self._broken = None
-        return said
-
-    @staticmethod
-    def _compare_steps(steps: Mapping[int, int]) -> str:
-        if len(set(steps.values())) > 1:
-            by_count: dict[int, list[int]] = {}
-            for rank, count in steps.items():
-                by_count.setdefault(count, []).append(rank)
-            where = ", ".join(f"rank {name_ranks(r)} after step {c}" for c, r in sorted(by_count.items()))
-            return f"; the ranks do NOT stand at the same step ({where}): build the model and optimizer again, or load a checkpoint"
-        count = next(iter(steps.values()), 0)
-        return f"; all ranks stand after step {count}" if count else ""
+        dead = [p.rank for p in self.members.ranks if not p.alive]
+        if len(chosen) == self.world_size:
+            for line in self.members.heal():
+                print(line)
+        elif lost := [r for r in chosen if r in dead]:
+            alive = name_ranks(r for r in range(self.world_size) if r not in dead)
+            raise InputError(
+                f"rank {name_ranks(lost)} has ended: a cell on all ranks replaces it"
+                + (f"; -r {alive} reaches the others" if alive else "")
+            )
 
     def interrupt(self) -> None:
         """Stop the running cell: a training loop after the same step on all ranks, other code at once. Any thread."""
-        with self._changed:
+        with self.changed:
             if self._watch is not None and self._cell is not None and not self._cell.done:
                 self._watch.interrupt()
-        self._io.wake()
+        self.members.wake()
 
     def can_restart(self) -> bool:
-        """Is the fork server as it was, so that ranks can be forked from it under the present environment?"""
-        return self._server.outdated() is None
+        """Whether the fork server is as it was, so that ranks can be forked under the present environment."""
+        return self.members.outdated() is None
+
+    def restart(self) -> None:
+        """End all workers and start fresh ones: every variable is gone, the fork server stays warm."""
+        self._must_live()
+        self.members.restart()
 
     def show(self, run: Run) -> None:
-        """Show a run's dashboard once more, under the present cell."""
-        from nbdist.notebook.dashboard import Dashboard
-
+        """Show a run's dashboard once more, under the present cell; live if it still runs."""
         dashboard = Dashboard(run)
         dashboard.open()
         if run.ended_s is not None:
             dashboard.finish()
         else:
-            self._extra_dashboards.append(dashboard)
-
-    def restart(self) -> None:
-        """End all workers and start fresh ones: every variable is gone, the fork server stays warm."""
-        self._must_live()
-        outdated = self._server.outdated()
-        if outdated:
-            raise StartError(f"the fork server must be replaced ({outdated}): stop and start the cluster")
-        self._stopping = True
-        pids = [p.pid for p in self._ranks]
-        self._server.kill(pids)
-        with self._changed:
-            self._changed.wait_for(lambda: not any(p.alive for p in self._ranks), 5)
-            if self._cell is not None and not self._cell.done:
-                self._changed.wait_for(lambda: self._cell is None or self._cell.done, 2)
-        self._stopping = False
-        self._generation += 1
-        self._broken = None
-        self._start_ranks(range(self.world_size))
+            self._again.append(dashboard)
 
     def where(self, *, full: bool = False) -> list[str]:
         """What every rank is doing, one line for ranks that do the same."""
         self._must_live()
-        alive = [p.rank for p in self._ranks if p.alive]
+        alive = [p.rank for p in self.members.ranks if p.alive]
         for rank in alive:
-            self._send(rank, m.WhereRequest(full=full))
-        replies = self._collect(alive, m.WhereReply, 1.0, strict=False)
-        where = {rank: reply for rank, (reply, _) in replies.items() if isinstance(reply, m.WhereReply)}
+            self.members.send(rank, m.WhereRequest(full=full))
+        where = {r: reply for r, (reply, _) in self.members.collect(alive, m.WhereReply, 1.0, strict=False).items()}
         cell = self._cell
         if cell is None or cell.done:
-            return [f"{self.world_size} ranks, idle"]
+            dead = [p.rank for p in self.members.ranks if not p.alive]
+            return [f"{len(alive)} of {self.world_size} ranks, idle" if dead else f"{self.world_size} ranks, idle"]
         lines = describe(where, cell)
         if full:
             for rank, reply in where.items():
@@ -453,13 +285,15 @@ class Cluster:
 
     # ---- variables
 
-    def push(self, variables: Mapping[str, object] | None = None, /, *, ranks: Iterable[int] | None = None, **named: object) -> None:
+    def push(
+        self, values: Mapping[str, object] | None = None, /, *, ranks: Iterable[int] | None = None, **named: object
+    ) -> None:
         """Set variables in the ranks' namespaces.
 
         Parameters
         ----------
-        variables, **named
-            Values by name; tensors and arrays travel as raw memory, other objects are pickled.
+        values, **named
+            By name; tensors and arrays travel as raw memory, other objects are pickled.
         ranks
             Where; on all by default.
 
@@ -471,31 +305,7 @@ class Cluster:
         self._must_live()
         chosen = self._chosen(ranks)
         self._wait_turn()
-        pairs = {**(variables or {}), **named}
-        for name in pairs:
-            if not name.isidentifier():
-                raise InputError(f"{name!r} is no name a variable can have")
-        try:
-            data, buffers = values.dumps(list(pairs.values()))
-        except Exception as error:  # pickling runs the values' own code
-            raise InputError(f"{', '.join(pairs)} cannot be sent: {type(error).__name__}: {error}") from None
-        memfd: str | None = None
-        sizes = [b.nbytes for b in buffers]
-        inline: list[bytes | memoryview] = [data, *buffers]
-        if sum(sizes) >= values.MEMFD_BYTES:
-            memfd, inline = values.to_memfd(buffers), [data]
-        try:
-            request = m.PushRequest(
-                names=list(pairs), memfd=memfd, sizes=sizes if memfd else None, alone=len(chosen) == 1
-            )
-            for rank in chosen:
-                self._send(rank, request, inline)
-            for rank, (reply, _) in self._collect(chosen, m.PushReply, None).items():
-                if isinstance(reply, m.PushReply) and reply.status != "ok":
-                    raise InputError(f"rank {rank} could not take {', '.join(pairs)}: {reply.evalue}")
-        finally:
-            if memfd is not None:
-                values.close_memfd(memfd)
+        variables.push(self.members, {**(values or {}), **named}, chosen)
 
     def pull(self, name: str, *, ranks: Iterable[int] | None = None) -> dict[int, Any]:
         """Fetch a variable, or the value of an expression, from ranks; a dict by rank.
@@ -507,43 +317,19 @@ class Cluster:
         """
         self._must_live()
         chosen = self._chosen(ranks)
-        try:
-            compile(name, "<pull>", "eval")
-        except SyntaxError:
-            raise InputError(f"{name!r} is no variable or expression") from None
         self._wait_turn()
-        for rank in chosen:
-            self._send(rank, m.PullRequest(name=name))
-        found: dict[int, Any] = {}
-        problem: str | None = None
-        for rank, (reply, buffers) in self._collect(chosen, m.PullReply, None).items():
-            assert isinstance(reply, m.PullReply)
-            if reply.status != "ok":
-                text = f"there is no {name} on rank {rank}" if reply.ename == "NameError" else f"rank {rank} could not send {name}: {reply.ename}: {reply.evalue}"
-                problem = problem or text
-                continue
-            data, parts = buffers[0], list(buffers[1:])
-            if reply.memfd is not None:
-                parts = values.map_memfd(reply.memfd, reply.sizes or [], alone=True)
-                self._send(rank, m.PullDone(memfd=reply.memfd))
-            try:
-                found[rank] = values.loads(data, parts)
-            except Exception as error:  # unpickling runs the classes' own code, which may not be here
-                problem = problem or f"{name} of rank {rank} cannot be read here: {type(error).__name__}: {error}"
-        if problem is not None:
-            raise InputError(problem)
-        return found
+        return variables.pull(self.members, name, chosen)
 
     def __getitem__(self, rank: int) -> RankView:
         return RankView(self, self._chosen([rank])[0])
 
     def output(self, rank: int) -> str:
         """The whole text of one rank since the cluster was started (as far as its file goes back)."""
-        return self._ranks[self._chosen([rank])[0]].log.text_from(0)
+        return self.members.ranks[self._chosen([rank])[0]].log.text_from(0)
 
     def output_path(self, rank: int) -> Path | None:
         """The file that holds it."""
-        return self._ranks[self._chosen([rank])[0]].log.path
+        return self.members.ranks[self._chosen([rank])[0]].log.path
 
     # ---- parts
 
@@ -553,7 +339,7 @@ class Cluster:
 
     def lost_ranks(self) -> str:
         """Ranks whose variables were lost since the last cell on all of them began, in short."""
-        return name_ranks(p.rank for p in self._ranks if p.replaced)
+        return name_ranks(p.rank for p in self.members.ranks if p.replaced)
 
     def _must_live(self) -> None:
         if self._closed:
@@ -562,55 +348,26 @@ class Cluster:
     def _chosen(self, ranks: Iterable[int] | None) -> list[int]:
         chosen = list(range(self.world_size)) if ranks is None else sorted(set(ranks))
         if not chosen or chosen[0] < 0 or chosen[-1] >= self.world_size:
-            raise InputError(f"ranks are numbers from 0 to {self.world_size - 1}, not {', '.join(map(str, chosen)) or 'none'}")
+            raise InputError(
+                f"ranks are numbers from 0 to {self.world_size - 1}, not {', '.join(map(str, chosen)) or 'none'}"
+            )
         return chosen
 
     def _whole_text(self) -> str:
-        return f"the whole text: %distributed output RANK, or {self._logs}" if self._logs else "the whole text was not kept"
+        logs = self.members.logs
+        return f"the whole text: %distributed output RANK, or {logs}" if logs else "the whole text was not kept"
 
     def _take_notices(self) -> list[str]:
         notices, self._notices = self._notices, []
         return list(dict.fromkeys(notices))
-
-    def _send(self, rank: int, message: m.Message, buffers: Sequence[bytes | memoryview] = ()) -> None:
-        self._io.send(self._ranks[rank].identity, message, buffers)
-
-    def _send_all(self, message: m.Message) -> None:
-        for process in self._ranks:
-            if process.alive:
-                self._io.send(process.identity, message)
-
-    def _kill_rank(self, rank: int) -> None:
-        # From the I/O thread, under the lock: the fork server answers at once.
-        self._server.kill([self._ranks[rank].pid])
-
-    def _collect(
-        self, ranks: Sequence[int], kind: type[m.Message], timeout_s: float | None, strict: bool = True
-    ) -> dict[int, tuple[m.Message, list[memoryview]]]:
-        """Wait for an answer of each rank; without `strict`, take what has come in time."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        wanted = {(rank, kind) for rank in ranks}
-        with self._changed:
-            while not wanted <= self._answers.keys():
-                missing = [r for r, k in wanted if (r, k) not in self._answers]
-                gone = [r for r in missing if not self._ranks[r].alive]
-                late = deadline is not None and time.monotonic() > deadline
-                if strict and (gone or late):
-                    for key in wanted:
-                        self._answers.pop(key, None)
-                    which = gone or missing
-                    raise NotRunningError(f"rank {name_ranks(which)} {'has ended' if gone else 'did not answer'}")
-                if late:
-                    break
-                self._changed.wait(0.1)
-            return {rank: self._answers.pop((rank, kind)) for rank, kind in wanted if (rank, kind) in self._answers}
 
     # ---- on the I/O thread, under the lock
 
     def _text(self, process: RankProcess, stream: str, text: str) -> None:
         cell = self._cell
         if cell is None or cell.done or process.rank not in cell.run.ranks or process.rank in cell.ended:
-            if process.state != "starting" and not self._stopping and len(process.late) < 1000:
+            # Written between cells, e.g. by a thread: it comes with the next one.
+            if process.state != "starting" and not self.members.ending and len(process.late) < _LATE_CHUNKS:
                 process.late.append((stream, text))
             return
         cell.say(process.rank, stream, text)
@@ -626,65 +383,52 @@ class Cluster:
                 self._cell.display(process.rank, message)
         return True
 
-    def _arrived(self, packet: Packet) -> None:
-        process = next((p for p in self._ranks if p.identity == packet.sender), None)
-        if process is None:
-            return
-        message, cell = packet.message, self._cell
-        mine = cell is not None and getattr(message, "run_id", None) == cell.run.run_id
+    def _arrived(self, process: RankProcess, packet: Packet) -> None:
+        message, cell, watch = packet.message, self._cell, self._watch
+        if isinstance(message, m.WhereReply) and watch is not None:
+            watch.answered(process.rank, message)
+        if isinstance(message, m.ExecuteReply):
+            process.state, process.group, process.steps = "idle", message.group, message.steps
         if isinstance(message, m.DisplayData | m.ClearOutput):
             process.displays[message.mark] = message
             process.output.advance()
-        elif isinstance(message, m.Notice):
-            if cell is not None and not cell.done and mine:
-                cell.voice.say(process.rank, "stdout", f"{message.text}\n")
-            else:
-                self._notices.append(message.text)
+            return
+        mine = cell is not None and getattr(message, "run_id", None) == cell.run.run_id
+        if isinstance(message, m.Notice) and (not mine or (cell is not None and cell.done)):
+            self._notices.append(message.text)
+        if cell is None or not mine:
+            return
+        if isinstance(message, m.Notice):
+            cell.voice.say(process.rank, "stdout", f"{message.text}\n")
         elif isinstance(message, m.Metrics):
-            if cell is not None and mine:
-                cell.moved_s = time.monotonic()
-                cell.run.history.add_metrics(process.rank, message, packet.buffers)
+            cell.moved_s = time.monotonic()
+            cell.run.history.add_metrics(process.rank, message, packet.buffers)
         elif isinstance(message, m.Sample):
-            if cell is not None and mine:
-                cell.run.history.add_sample(process.rank, message)
+            cell.run.history.add_sample(process.rank, message)
         elif isinstance(message, m.ExecuteReply):
-            process.state, process.group, process.steps = "idle", message.group, message.steps
-            if message.status != "ok" and message.group == "none":
-                self._broken = message.evalue
-            if cell is not None and mine:
-                cell.replied(process.rank, message)
-        elif isinstance(message, m.Ready):
-            process.state, process.ready, process.group = "idle", message, f"{message.generation}.0"
-        elif isinstance(message, m.StartFailed):
-            process.failure = message
-        elif isinstance(message, m.StepHalted):
-            if self._watch is not None and mine:
-                self._watch.halted(process.rank, message)
-        else:
-            self._answers[process.rank, type(message)] = (message, packet.buffers)
-            if isinstance(message, m.WhereReply) and self._watch is not None:
-                self._watch.answered(process.rank, message)
-
-    def _exited(self, pid: int | None, status: int | None) -> None:
-        if pid is None:
-            return  # the fork server itself: `outdated` says so when a rank must be forked
-        for process in self._ranks:
-            if process.pid == pid and process.alive:
-                process.state, process.exit_status, process.died_s = "dead", status, time.monotonic()
-                process.group = "none"
-                self._broken = f"rank {process.rank} {how_it_ended(status)}"
+            cell.replied(process.rank, message)
+        elif isinstance(message, m.StepHalted) and watch is not None:
+            watch.halted(process.rank, message)
 
     def _tick(self) -> bool:
         cell, now = self._cell, time.monotonic()
-        if cell is None or cell.done:
+        over = cell is None or cell.done
+        if cell is None or over:
             return False
-        soon = cell.tick(self._ranks, now)
+        soon = cell.tick(self.members.ranks, now)
         if self._watch is not None:
             soon |= self._watch.tick(now)
-        if cell.done and cell.run.history.version and cell.run not in self.runs:
+        if cell.run.history.version and cell.run not in self.runs:
             self.runs = [*self.runs, cell.run][-MAX_RUNS:]
         if self._front is not None and cell.background:
             self._front.background_tick()
+        for dashboard in self._again:
+            if cell.done:
+                dashboard.finish()
+            else:
+                dashboard.push()
+        if cell.done:
+            self._again = []
         return soon
 
 
@@ -710,7 +454,9 @@ def cool() -> None:
             _server = None
 
 
-def start(n: int | None = None, *, backend: str | None = None, say: Callable[[str], None] = print, **options: Any) -> Cluster:
+def start(
+    n: int | None = None, *, backend: str | None = None, say: Callable[[str], None] = print, **options: Any
+) -> Cluster:
     """Start workers: one per visible GPU, or without a GPU two on the CPU.
 
     Parameters
@@ -752,5 +498,3 @@ def start(n: int | None = None, *, backend: str | None = None, say: Callable[[st
     for path in launch.shadowing_files():
         say(f"the file {path} hides the library of its name in this folder: rename it (the workers use the library)")
     return Cluster(server, choice, options={**options, "env": env})
-
-

@@ -52,7 +52,9 @@ def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
 def _library_path() -> list[str]:
     """The notebook's `sys.path` without its own folder: a file beside the notebook must not stand in for a library."""
     here = os.path.realpath(os.getcwd())
-    return [p for p in sys.path if p and os.path.realpath(p) != here]
+    path = [p for p in sys.path if p and os.path.realpath(p) != here]
+    package = str(Path(__file__).resolve().parents[2])  # it may be this very folder, in nbdist's own source tree
+    return path if package in path else [*path, package]
 
 
 def shadowing_files(names: Sequence[str] = ("torch", "numpy", "IPython", "zmq", "nbdist")) -> list[Path]:

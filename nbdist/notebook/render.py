@@ -9,16 +9,18 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from IPython.core.getipython import get_ipython
-from IPython.display import publish_display_data
+from IPython.display import publish_display_data as _publish_untyped
 
 from nbdist.errors import RankFailure, name_ranks
 from nbdist.notebook.merge import Shown, Text
 
 __all__ = ["BackgroundPrinter", "Printer", "failure_report", "interrupt_report"]
+
+_publish: Callable[..., None] = _publish_untyped
 
 _LIVE_EVERY_S = 0.25
 _LIVE_AFTER_S = 0.4  # an unfinished line is shown by itself only if it stays unfinished for so long
@@ -29,7 +31,7 @@ _BACKGROUND_LINES = 200
 
 
 def _has_displays() -> bool:
-    """Is there a front end that shows displays and updates them in place?"""
+    """Whether there is a front end that shows displays and updates them in place."""
     shell = get_ipython()
     return shell is not None and hasattr(shell, "kernel")
 
@@ -98,12 +100,12 @@ class Printer:
         self.flush()
         key = f"{self._run_id}-{shown.ranks[0]}-{shown.display_id}" if shown.display_id else None
         if shown.update:
-            publish_display_data(shown.data, shown.metadata, transient={"display_id": key}, update=True)
+            _publish(shown.data, shown.metadata, transient={"display_id": key}, update=True)
             self._sent.append(time.monotonic())
             return
         if shown.replace and shown.ranks in self._last_display and _has_displays():
             key = self._last_display[shown.ranks]
-            publish_display_data(shown.data, shown.metadata, transient={"display_id": key}, update=True)
+            _publish(shown.data, shown.metadata, transient={"display_id": key}, update=True)
             self._sent.append(time.monotonic())
             return
         self._count += 1
@@ -111,7 +113,7 @@ class Printer:
         self._last_display[shown.ranks] = key
         self.print(f"{shown.label}\n")
         self.flush()
-        publish_display_data(shown.data, shown.metadata, transient={"display_id": key})
+        _publish(shown.data, shown.metadata, transient={"display_id": key})
         self._sent.append(time.monotonic())
 
     def live(self, rows: Sequence[str], final: bool = False) -> None:
@@ -129,7 +131,7 @@ class Printer:
         self.flush()
         if first:
             self._live_id = f"{self._run_id}-live"
-        publish_display_data({"text/plain": text}, {}, transient={"display_id": self._live_id}, update=not first)
+        _publish({"text/plain": text}, {}, transient={"display_id": self._live_id}, update=not first)
         self._sent.append(time.monotonic())
 
 
@@ -149,7 +151,7 @@ class BackgroundPrinter:
     def open(self) -> None:
         """Make the display under the present cell (main thread)."""
         self._open = True
-        publish_display_data({"text/plain": ""}, {}, transient={"display_id": self._id})
+        _publish({"text/plain": ""}, {}, transient={"display_id": self._id})
 
     def show(self, items: Iterable[Text | Shown]) -> None:
         """Add texts; a display's text stands for it."""
@@ -176,7 +178,7 @@ class BackgroundPrinter:
         text = "\n".join([*head, *self._lines, *self._rows])
         if text != self._shown:
             self._shown, self._at_s = text, now
-            publish_display_data({"text/plain": text}, {}, transient={"display_id": self._id}, update=True)
+            _publish({"text/plain": text}, {}, transient={"display_id": self._id}, update=True)
 
 
 def _who(ranks: Sequence[int]) -> str:

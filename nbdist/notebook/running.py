@@ -73,7 +73,7 @@ class Foreground:
                 self._cluster.interrupt()
 
     def _turn(self) -> bool:
-        changed, state = self._cluster._changed, self._state
+        changed, state = self._cluster.changed, self._state
         with changed:
             if not state.done and not (state.events and self._due()):
                 changed.wait(_DRAIN_S if state.events or self._dashboard else 0.2)
@@ -108,6 +108,7 @@ class Foreground:
 
     def background_tick(self) -> None:
         """The same for a background run, on the I/O thread, under the lock."""
+        assert isinstance(self._printer, BackgroundPrinter)
         events = list(self._state.events)
         self._state.events.clear()
         done = self._state.done
@@ -140,7 +141,11 @@ class Foreground:
         run, state = self._state.run, self._state
         steps = {r: reply.steps for r, reply in state.replies.items()}
         stopped = [r for r, reply in state.replies.items() if reply.status == "interrupted"]
-        text = "all ranks stopped" if len(stopped) == len(run.ranks) else f"stopped {len(stopped)} of {len(run.ranks)} ranks"
+        text = (
+            "all ranks stopped"
+            if len(stopped) == len(run.ranks)
+            else f"stopped {len(stopped)} of {len(run.ranks)} ranks"
+        )
         counts = set(steps.values())
         if len(counts) == 1 and counts != {0} and len(steps) == len(run.ranks):
             text += f" after optimizer step {counts.pop()}"
@@ -156,7 +161,9 @@ class Foreground:
             name = (reply.details or {}).get("name")
             if reply.ename == "NameError" and name and not reply.hint:
                 if name in known:
-                    hints.append(f"`{name}` exists in the notebook, not in the ranks: send it with `%distributed push {name}`")
+                    hints.append(
+                        f"`{name}` exists in the notebook, not in the ranks: send it with `%distributed push {name}`"
+                    )
                 elif gone := self._cluster.lost_ranks():
                     hints.append(f"rank {gone} was started anew, so the variables of earlier cells are gone there")
         return hints
@@ -194,7 +201,7 @@ class RunHandle:
 
     @property
     def done(self) -> bool:
-        """Has it ended on every rank?"""
+        """Whether it has ended on every rank."""
         return self._state.done
 
     @property
@@ -212,7 +219,7 @@ class RunHandle:
         CellError
             If it failed.
         """
-        changed = self._cluster._changed
+        changed = self._cluster.changed
         with changed:
             if not changed.wait_for(lambda: self._state.done, timeout_s):
                 raise TimeoutError(f"{self.run.name} still runs after {timeout_s:g} s")

@@ -194,7 +194,7 @@ class Watch:
 
     def _tell(self, now: float) -> bool:
         """Say where every rank stands when some have finished, or nothing has moved, for long."""
-        if not self._waiting_s or self._cell.background and not self._cell.run.ranks:
+        if not self._waiting_s:
             return False
         if self._telling_s is not None:
             if self._where.keys() >= set(self._cell.pending) or now - self._telling_s > 2 * ANSWER_S:

@@ -302,7 +302,8 @@ FROM_RANK: dict[str, type[Message]] = {
 }
 
 _HINTS: dict[type[Message], dict[str, Any]] = {
-    c: {n: t for n, t in typing.get_type_hints(c).items() if n != "kind"} for c in (*TO_RANK.values(), *FROM_RANK.values())
+    c: {n: t for n, t in typing.get_type_hints(c).items() if n != "kind"}
+    for c in (*TO_RANK.values(), *FROM_RANK.values())
 }
 _REQUIRED: dict[type[Message], set[str]] = {
     c: {

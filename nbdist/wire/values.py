@@ -7,6 +7,7 @@ notebook's kernel makes no CUDA context; a DTensor as its local shard. Only ever
 
 from __future__ import annotations
 
+import importlib
 import io
 import mmap
 import os
@@ -24,8 +25,7 @@ _CHUNK = 1 << 26
 
 
 def _rebuild_tensor(buffer: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool, parameter: bool) -> Any:
-    import torch
-
+    torch = importlib.import_module("torch")  # only where a tensor arrives: nothing here needs it otherwise
     kind = getattr(torch, dtype)
     size = memoryview(buffer).nbytes
     if size == 0:

@@ -1,7 +1,7 @@
 """Known mistakes and their remedies, and which errors only follow from another rank's.
 
-torch offers text where one would like a type. The patterns stand here, in one place, each with the torch versions it was
-seen in; nothing else in nbdist looks at the text of an error.
+torch offers text where one would like a type. The patterns stand here, in one place, each with the torch versions it
+was seen in; nothing else in nbdist looks at the text of an error.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ HINTS: tuple[Hint, ...] = (
     ),
     Hint(
         "*",
-        re.compile(r"(?:on|in|for|from|of) (?:the )?(?:\S+ )?meta\b|meta tensor|Expected all tensors to be on the same device"),
+        re.compile(
+            r"(?:on|in|for|from|of) (?:the )?(?:\S+ )?meta\b|meta tensor|Expected all tensors to be on the same device"
+        ),
         _meta_parameter,
         "2.9-2.13",
     ),
@@ -120,7 +122,7 @@ HINTS: tuple[Hint, ...] = (
     Hint(
         "AttributeError",
         re.compile(r"Can't get (?:local )?(?:attribute|object) '\w+' on <module '__m(?:ain|p_main)__'"),
-        "a class of a cell cannot be imported by a spawned process: use the fork start method, or put it in a module file",
+        "a spawned process cannot import a class of a cell: use the fork start method, or put it in a module file",
         "python 3.11-3.14",
     ),
     Hint(
@@ -166,7 +168,7 @@ def find_hint(error: BaseException, namespace: Mapping[str, Any]) -> str | None:
 
 
 def is_secondary(error: BaseException | None) -> bool:
-    """Does this error say no more than that another rank has gone?"""
+    """Whether this error says no more than that another rank has gone."""
     if error is None:
         return False
     if isinstance(error, CollectiveBroken):

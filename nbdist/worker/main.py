@@ -33,7 +33,8 @@ class Rank:
     Parameters
     ----------
     spec
-        From the notebook: rank, world_size, num_gpus, backend, device, folder, key, token, generation, notebook_pid.
+        From the notebook: rank, world_size, num_gpus, backend, device, folder, key, token, generation, replacing,
+        notebook_pid.
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
@@ -98,7 +99,10 @@ class Rank:
             notice=self.notice,
         )
         self.group.patch()
-        self.group.join(self.spec["generation"])
+        if self.spec["replacing"]:  # the others renew their group: take part in what they agree on
+            self.group.renew(self.spec["generation"], {}, attach=False)
+        else:
+            self.group.join(self.spec["generation"])
         self.steps = Steps(self.telemetry, notice=self.notice)
         self.steps.halted = lambda steps: self.send(m.StepHalted(run_id=self._run_id or "", steps=steps))
         self.steps.install()
@@ -247,7 +251,9 @@ class Rank:
         try:
             attached, lost = self.group.renew(request.generation, self.shell.user_ns, attach=request.attach)
         except Exception as error:  # whatever torch raises while it connects is the answer
-            reply = m.RenewReply(generation=request.generation, status="error", evalue=f"{type(error).__name__}: {error}")
+            reply = m.RenewReply(
+                generation=request.generation, status="error", evalue=f"{type(error).__name__}: {error}"
+            )
         else:
             reply = m.RenewReply(
                 generation=request.generation, status="ok", attached=attached, lost=lost, steps=self.steps.count

@@ -1,4 +1,6 @@
-"""Executes cells in a rank: an IPython shell whose displays and errors become messages and which never waits for a terminal.
+"""Executes cells in a rank: an IPython shell whose displays and errors become messages.
+
+It never waits for a terminal.
 
 `__main__` is a fresh module, so that pasted scripts, pickled classes and `inspect.getsource` see what a notebook gives
 them. Nothing of a finished cell is kept: neither its value, nor its traceback, whose frames would keep tensors alive.
@@ -33,9 +35,7 @@ __all__ = ["Outcome", "RankShell", "describe_stack", "make_shell"]
 _NO_INPUT = (
     "input() is not available in ranks: ask in an ordinary cell, then send the answer with `%distributed push name`"
 )
-_NO_DEBUGGER = (
-    "the debugger is not available in ranks: `%distributed where` shows what they do, `%distributed pull` fetches variables"
-)
+_NO_DEBUGGER = "the debugger is not available in ranks: `%distributed where` shows what they do, `%distributed pull` fetches variables"
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -81,7 +81,7 @@ class _NoStdin(io.TextIOBase):
     def read(self, size: int | None = -1, /) -> NoReturn:
         raise StdinNotImplementedError(_NO_INPUT)
 
-    def readline(self, size: int | None = -1, /) -> NoReturn:  # type: ignore[override]
+    def readline(self, size: int | None = -1, /) -> NoReturn:
         raise StdinNotImplementedError(_NO_INPUT)
 
 
@@ -100,7 +100,9 @@ def _no_breakpoint(*_: object, **__: object) -> NoReturn:
 class _RankPublisher(DisplayPublisher):
     """`display()` in a rank."""
 
-    def publish(  # type: ignore[override]
+    shell: Any
+
+    def publish(
         self,
         data: dict[str, Any],
         metadata: dict[str, Any] | None = None,
@@ -119,13 +121,17 @@ class _RankPublisher(DisplayPublisher):
 class _RankDisplayHook(DisplayHook):
     """The value of a cell's last expression; kept nowhere (`_` and `Out` would keep a model alive)."""
 
+    shell: Any
+
     def quiet(self) -> bool:
-        return bool(self.semicolon_at_end_of_expression(self.shell.current_code))
+        ends: Any = self.semicolon_at_end_of_expression
+        return bool(ends(self.shell.current_code))
 
     def __call__(self, result: object = None) -> None:
         if result is None or self.quiet():
             return
-        data, metadata = self.compute_format_data(result)
+        form: Any = self.compute_format_data
+        data, metadata = form(result)
         if data:
             self.shell.publish(data, metadata, None, False, True)
 
@@ -162,7 +168,7 @@ class RankShell(InteractiveShell):
     def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:
         """Keep the failure as text; called by IPython for errors of the cell and of a value's formatter."""
         etype, value, tb = exc_tuple or sys.exc_info()
-        if etype is None or self._outcome.status != "ok":
+        if etype is None or value is None or self._outcome.status != "ok":
             return
         self._outcome = self._describe(etype, value, tb)
 
@@ -204,7 +210,6 @@ class RankShell(InteractiveShell):
         try:
             lines = list(self.InteractiveTB.structured_traceback(etype, value, tb, tb_offset=0))
         except Exception:  # the user's __str__ or __repr__ may raise in the middle of rendering
-            lines = traceback.format_exception_only(etype, etype.__name__)
             lines = [*traceback.format_tb(tb), f"{etype.__name__}: {_text_of(value)}"]
         finally:
             for name in ("tb", "evalue", "etype"):
@@ -228,8 +233,9 @@ class RankShell(InteractiveShell):
         self._outcome = Outcome()
         self.current_code = code
         self.execution_count = cell
-        result = self.run_cell(code, store_history=False)
-        error = result.error_in_exec or result.error_before_exec
+        execute: Any = self.run_cell
+        result = execute(code, store_history=False)
+        error: BaseException | None = result.error_in_exec or result.error_before_exec
         outcome = self._outcome
         if error is not None and outcome.error is None:  # raised where IPython reports nothing
             outcome = self._describe(type(error), error, error.__traceback__)
@@ -253,8 +259,9 @@ class RankShell(InteractiveShell):
 
     def autoreload(self, mode: str) -> None:
         """Reload edited modules before each cell, as the notebook's own `%autoreload` does."""
-        if "autoreload" not in self.extension_manager.loaded:
-            self.extension_manager.load_extension("autoreload")
+        extensions: Any = self.extension_manager
+        if "autoreload" not in extensions.loaded:
+            extensions.load_extension("autoreload")
         self.run_line_magic("autoreload", mode)
 
 
@@ -292,7 +299,7 @@ def make_shell(namespace: Mapping[str, Any], publish: Publish, publish_clear: Ca
 
 
 def describe_stack(frame: types.FrameType | None, shell: RankShell, full: bool) -> tuple[str, list[str]]:
-    """Where a thread stands: its innermost line in a cell as `Cell In[k], line n: text`, and its stack, outermost first.
+    """Where a thread stands: its innermost line in a cell (`Cell In[k], line n: text`), and its stack, outermost first.
 
     Parameters
     ----------
