@@ -17,7 +17,9 @@ pytestmark = pytest.mark.shared
 def test_dd05_init_process_group_again(notebook):
     first = notebook.cell('import torch.distributed as dist\ndist.init_process_group(backend="nccl")\nprint("trained")')
     assert first.ok, first.text
-    assert first.of(0)[-1] == first.of(1)[-1] == "trained"
+    for rank in (0, 1):
+        assert first.of(rank).count("trained") == 1
+        assert len(first.of(rank)) <= 2  # at most one notice
     if notebook.value("__import__('torch').cuda.is_available()") == "False":
         assert "gloo" in first.text
     second = notebook.cell('dist.init_process_group("gloo", init_method="env://"); print("trained")')
