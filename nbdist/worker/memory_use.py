@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from time import monotonic, perf_counter
@@ -140,17 +141,15 @@ class MemoryUse:
             )
         ) | {"device_reasons": {}}
         index = None
-        if self._device.type == "cuda":
-            import torch
-
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                index = self._device.index if self._device.index is not None else torch.cuda.current_device()
-                stats = torch.cuda.memory_stats(index)
-                values["allocated_bytes"] = stats.get("allocated_bytes.all.current", 0)
-                values["reserved_bytes"] = stats.get("reserved_bytes.all.current", 0)
-                values["peak_bytes"] = stats.get("allocated_bytes.all.peak", 0)
-                values["inactive_split_bytes"] = stats.get("inactive_split_bytes.all.current", 0)
-                values["alloc_retries"] = stats.get("num_alloc_retries", 0)
+        torch = sys.modules.get("torch") if self._device.type == "cuda" else None
+        if torch is not None and torch.cuda.is_initialized():
+            index = self._device.index if self._device.index is not None else torch.cuda.current_device()
+            stats = torch.cuda.memory_stats(index)
+            values["allocated_bytes"] = stats.get("allocated_bytes.all.current", 0)
+            values["reserved_bytes"] = stats.get("reserved_bytes.all.current", 0)
+            values["peak_bytes"] = stats.get("allocated_bytes.all.peak", 0)
+            values["inactive_split_bytes"] = stats.get("inactive_split_bytes.all.current", 0)
+            values["alloc_retries"] = stats.get("num_alloc_retries", 0)
         if monotonic() >= self._device_at_s:
             started_s = perf_counter()
             self._device_values = self._ask_device(index)

@@ -277,3 +277,60 @@ def test_three_numbers() -> None:
 def test_memory_explained_without_numbers() -> None:
     assert explain_memory(allocated_bytes=None, reserved_bytes=None) == []
     assert explain_memory(allocated_bytes=None, reserved_bytes=None, used_bytes=GB) == ["the device has 1.0 GiB in use"]
+
+
+# ---- a rank's sample, before it uses CUDA
+
+SAMPLE = """
+from types import SimpleNamespace
+from nbdist.worker.memory_use import MemoryUse
+show(MemoryUse(SimpleNamespace(type=TYPE, index=INDEX)).read())
+"""
+
+
+def sample(kind: str, index: int | None = 0) -> str:
+    return SAMPLE.replace("TYPE", repr(kind)).replace("INDEX", repr(index))
+
+
+@pytest.mark.case("NV07")
+def test_a_rank_reads_its_own_gpu(play: Play) -> None:
+    facts = case("NV07")
+    values = [play(facts, sample("cuda", rank), facts["env"]) for rank in range(2)]
+    assert [v["load_percent"] for v in values] == [88, 11]
+    assert [v["device_used_bytes"] for v in values] == [60 * GB, 1 * GB]
+    assert values[0]["device_uuid"] == "GPU-00000001-1111-2222-3333-444400000001"
+    assert values[0]["allocated_bytes"] is values[0]["device_outside_bytes"] is None  # CUDA has not been used
+    assert values[0]["temperature_c"] is None
+    assert values[0]["device_reasons"]["temperature_c"] == "n/a from driver"
+
+
+@pytest.mark.case("NV06")
+def test_a_rank_without_memory_from_the_driver(play: Play) -> None:
+    values = play(case("NV06"), sample("cuda"))
+    assert values["device_used_bytes"] is values["device_total_bytes"] is None
+    assert values["device_reasons"]["device_used_bytes"] == "n/a from driver"
+    assert values["load_percent"] == 12
+
+
+@pytest.mark.case("NV05")
+def test_a_rank_on_a_mig_instance(play: Play) -> None:
+    facts = case("NV05")
+    values = play(facts, sample("cuda"), facts["env"])
+    assert (values["device_total_bytes"], values["device_used_bytes"]) == (10 * GB, 1 * GB)
+    assert values["device_reasons"]["load_percent"] == "n/a (MIG)"
+
+
+@pytest.mark.case("NV08")
+def test_a_cpu_rank_shows_no_gpu(play: Play) -> None:
+    values = play(case("NV08"), sample("cpu", None), {"CUDA_VISIBLE_DEVICES": ""})
+    assert values["device_reason"] == 'GPUs hidden by CUDA_VISIBLE_DEVICES=""'
+    assert values["device_used_bytes"] is None
+    assert play(case("NV07"), sample("cpu", None))["device_reason"] == "this rank runs on the CPU"
+    assert play(case("NV02"), sample("cpu", None))["device_reason"].startswith("driver and NVML library differ")
+
+
+@pytest.mark.case("NV14")
+def test_which_gpu_is_not_known_before_cuda_runs(play: Play) -> None:
+    values = play(case("NV14"), sample("cuda"))
+    assert values["device_used_bytes"] is None
+    assert values["device_reason"] == "not known before CUDA is first used"
