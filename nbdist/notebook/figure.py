@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
+from PIL import Image
 
 from nbdist.notebook.history import Floats, Run, thin
-from nbdist.notebook.palette import MANY_RANKS, MEMORY_COLOURS, PART_COLOURS, RANK_COLOURS
+from nbdist.notebook.palette import BLUE, MANY_RANKS, MEMORY_COLOURS, PART_COLOURS, RANK_COLOURS, VERMILION
 from nbdist.notebook.summary import (
     GIB,
     MIB,
@@ -35,7 +37,7 @@ from nbdist.notebook.summary import (
 
 __all__ = ["RunFigure", "compare", "draw", "grid", "png"]
 
-INK, SOFT, LINE, PAPER = "#20242b", "#6a727e", "#dfe3e8", "#ffffff"
+INK, SOFT, LINE, PAPER, RED = "#20242b", "#6a727e", "#dfe3e8", "#ffffff", "#a8321b"
 POINTS_DRAWN = 1200  # of one curve; the figure has fewer pixels
 
 
@@ -47,9 +49,13 @@ class RunFigure(Figure):
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as PNG."""
+    """The figure as PNG, drawn once and with 256 colours: a third of the time and of the bytes of `savefig`."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # type: ignore[no-untyped-call]
+    pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
+    image = Image.fromarray(pixels).convert("RGB")
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", facecolor=PAPER, pil_kwargs={"optimize": True})
+    image.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(stream, format="png")
     return stream.getvalue()
 
 
@@ -96,55 +102,58 @@ def draw(run: Run) -> RunFigure:
     rows = rank_rows(run)
     names = run.history.names()
     bars = _bar_panels(rows)
-    side_metrics = names[1:4]
-    height = 3.4 + (1.5 if side_metrics else 0.0)
-    figure = RunFigure(
-        figsize=(10, height), dpi=100, facecolor=PAPER, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
-    )
-    FigureCanvasAgg(figure)
-    columns = figure.add_gridspec(1, 2 if bars else 1, width_ratios=[2.1, 1] if bars else None)
-    left = columns[0].subgridspec(2 if side_metrics else 1, 1, height_ratios=[2.2, 1] if side_metrics else None)
-    main = figure.add_subplot(left[0])
-    if names:
+    small = names[1:4]
+    notes = [found.text for found in findings(run, rows) if found.level in ("bad", "warn")][:2]
+    below = 0.1 + 0.2 * len(notes)  # inches
+    height = 3.7 + (1.75 if small else 0.0) + below
+    figure = RunFigure(figsize=(10, height), dpi=100, facecolor=PAPER)
+    state = {"ok": "finished", "running": "running"}.get(run.status, run.status)
+    title = f"{headline(run)} · {state} after {duration_text(run.elapsed_s)}"
+    figure.text(0.012, 1 - 0.12 / height, _literal(title), va="top", fontsize=11, fontweight="bold", color=INK)
+    for i, note in enumerate(notes):
+        y = (below - 0.08 - 0.2 * i) / height
+        figure.text(0.012, y, _literal(note), va="top", fontsize=8.5, color=RED)
+    width = 6.2 if bars else 9.3
+    main = _axes(figure, 0.55, below + (2.25 if small else 0.5), width, 2.5)
+    if names and len(run.history.ranks(names[0])) > MANY_RANKS:
+        main.remove()
+        main = _axes(figure, 0.55, below + (3.45 if small else 1.7), width, 1.3)
+        _curves(main, run, names[0], legend=True)
+        main.set_xlabel("")
+        main.margins(x=0)
+        _heat(_axes(figure, 0.55, below + (2.25 if small else 0.5), width, 0.7), run, names[0])
+    elif names:
         _curves(main, run, names[0], legend=True)
     else:
         _bare(main, "no metrics were logged")
-    if side_metrics:
-        small = left[1].subgridspec(1, len(side_metrics))
-        for i, name in enumerate(side_metrics):
-            _curves(figure.add_subplot(small[i]), run, name, legend=False)
-    if bars:
-        right = columns[1].subgridspec(len(bars), 1)
-        for i, panel in enumerate(bars):
-            panel(figure.add_subplot(right[i]))
-    state = {"ok": "finished", "running": "running"}.get(run.status, run.status)
-    figure.suptitle(
-        f"{headline(run)} · {state} after {duration_text(run.elapsed_s)}",
-        x=0.012, ha="left", fontsize=11, fontweight="bold", color=INK,
-    )  # fmt: skip
-    notes = [found.text for found in findings(run, rows) if found.level in ("bad", "warn")][:2]
-    if notes:
-        figure.supxlabel("\n".join(_literal(note) for note in notes), x=0.012, ha="left", fontsize=8.5, color="#a8321b")
+    each = (width + 0.55) / max(1, len(small))
+    for i, name in enumerate(small):
+        _curves(_axes(figure, 0.55 + i * each, below + 0.5, each - 0.55, 0.95), run, name, legend=False)
+    room = (height - 0.7 - below) / max(1, len(bars))
+    for i, panel in enumerate(bars):
+        top = height - 0.7 - i * room
+        panel(_axes(figure, 7.45, top - room + 1.0, 2.4, room - 1.0))
     return figure
+
+
+def _axes(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
+    """Axes at a place given in inches: a layout engine would take longer than all the drawing."""
+    whole_width, whole_height = figure.get_size_inches()
+    box = (left / whole_width, bottom / whole_height, width / whole_width, height / whole_height)
+    return figure.add_axes(box)
 
 
 def compare(runs: Sequence[Run]) -> RunFigure:
     """Draw runs over each other: the first metric over steps and over time, memory and step time per rank."""
-    figure = RunFigure(
-        figsize=(10, 5.6), dpi=100, facecolor=PAPER, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
-    )
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 2)
+    figure = RunFigure(figsize=(10, 5.6), dpi=100, facecolor=PAPER)
+    axes = [[_axes(figure, left, bottom, 4.2, 1.95) for left in (0.6, 5.55)] for bottom in (3.3, 0.5)]
     shared = [name for name in runs[0].history.names() if all(name in run.history.names() for run in runs)]
     for axis, over in zip(axes[0], ("step", "time"), strict=True):
         if not shared:
             _bare(axis, "no metric that all runs have")
             continue
-        _style(
-            axis,
-            f"{_literal(shared[0])}: mean over ranks, lightest to smallest and largest",
-            f"{over}" if over == "step" else "seconds",
-        )
+        title = f"{_literal(shared[0])}, mean of all ranks (shade: smallest to largest)"
+        _style(axis, title, "step" if over == "step" else "seconds")
         for i, run in enumerate(runs):
             colour, dash = rank_style(i)
             curves = [_curve(run, shared[0], rank, over) for rank in run.history.ranks(shared[0])]
@@ -156,9 +165,7 @@ def compare(runs: Sequence[Run]) -> RunFigure:
             axis.plot(x, mean, color=colour, linestyle=dash, linewidth=1.6, label=_label(run))
         _legend(axis)
     _grouped(axes[1][0], runs, "memory used per rank", _memory_used)
-    _grouped(
-        axes[1][1], runs, "step time per rank", lambda row: None if row.step_s is None else (row.step_s * 1e3, "ms")
-    )
+    _grouped(axes[1][1], runs, "step time per rank", lambda row: row.step_s)
     return figure
 
 
@@ -268,6 +275,29 @@ def _curves(axis: Axes, run: Run, name: str, *, legend: bool) -> None:
         _legend(axis)
 
 
+def _heat(axis: Axes, run: Run, name: str) -> None:
+    """Each row a rank, each cell how far it lies from the mean of all ranks there."""
+    ranks = run.history.ranks(name)
+    x, values = grid([_curve(run, name, rank) for rank in ranks])
+    if not len(x):
+        _bare(axis, "no finite values")
+        return
+    away = values - spread(values)[1]
+    far = 3 * float(np.sqrt(np.nanmean(away**2))) or 1e-12
+    _style(
+        axis,
+        f"each rank against the mean of all: blue below, orange above, full colour {number_text(far)} away",
+        "step",
+    )
+    axis.title.set_fontweight("normal")
+    colours = LinearSegmentedColormap.from_list("below and above", [BLUE, PAPER, VERMILION])
+    extent = (float(x[0]), float(max(x[-1], x[0] + 1)), len(ranks) - 0.5, -0.5)
+    axis.imshow(away, aspect="auto", cmap=colours, vmin=-far, vmax=far, extent=extent, interpolation="nearest")
+    axis.grid(False)
+    shown = np.arange(0, len(ranks), math.ceil(len(ranks) / 4))
+    axis.set_yticks(shown, [f"rank {ranks[i]}" for i in shown])
+
+
 def _bar_panels(rows: Sequence[RankRow]) -> list[Callable[[Axes], None]]:
     panels: list[Callable[[Axes], None]] = []
     if any(row.memory.parts for row in rows):
@@ -279,24 +309,23 @@ def _bar_panels(rows: Sequence[RankRow]) -> list[Callable[[Axes], None]]:
 
 def _stack(axis: Axes, rows: Sequence[RankRow], parts: Sequence[tuple[str, str, list[float]]]) -> None:
     places = np.arange(len(rows))
+    half = 0.36 if len(rows) <= MANY_RANKS else 0.5
     left = np.zeros(len(rows))
     for label, colour, sizes in parts:
-        axis.barh(
-            places,
-            sizes,
-            left=left,
-            height=0.72 if len(rows) <= MANY_RANKS else 1.0,
-            color=colour,
-            label=_literal(label),
-        )
-        left += np.asarray(sizes)
+        right = left + np.asarray(sizes)
+        x = np.stack([left, left, right, right], axis=1)
+        y = np.stack([places - half, places + half, places + half, places - half], axis=1)
+        bars = np.stack([x, y], axis=2)
+        axis.add_collection(PolyCollection(list(bars), facecolor=colour, edgecolor="none", label=_literal(label)))
+        left = right
+    axis.set_xlim(0, max(float(left.max()) * 1.04, 1e-9))
     axis.set_ylim(len(rows) - 0.4, -0.6)
     shown = places if len(rows) <= 8 else places[:: math.ceil(len(rows) / 8)]
     axis.set_yticks(shown, [f"rank {rows[i].rank}" for i in shown])
     axis.grid(False, axis="y")
     axis.legend(
-        fontsize=7.5, frameon=False, labelcolor=SOFT, ncols=2, handlelength=0.9, columnspacing=1,
-        loc="upper left", bbox_to_anchor=(0, -0.14), borderaxespad=0,
+        fontsize=7.5, frameon=False, labelcolor=SOFT, ncols=2, handlelength=0.9, columnspacing=1, labelspacing=0.3,
+        loc="upper left", bbox_to_anchor=(-0.3, -24 / (axis.bbox.height or 1)), borderaxespad=0,
     )  # fmt: skip
 
 
@@ -310,9 +339,11 @@ def _memory(axis: Axes, rows: Sequence[RankRow]) -> None:
         for label in labels
     ]
     _stack(axis, rows, parts)
+    if limits := [row.memory.limit for row in rows if row.memory.limit]:
+        axis.set_xlim(0, max(limits) / unit * 1.03)
     for place, row in enumerate(rows):
         if row.memory.limit:
-            axis.plot([row.memory.limit / unit] * 2, [place - 0.42, place + 0.42], color=INK, linewidth=1.2)
+            axis.plot([row.memory.limit / unit] * 2, [place - 0.5, place + 0.5], color=INK, linewidth=1.2)
 
 
 def _step_time(axis: Axes, rows: Sequence[RankRow]) -> None:
@@ -325,33 +356,33 @@ def _step_time(axis: Axes, rows: Sequence[RankRow]) -> None:
     _stack(axis, rows, parts)
 
 
-def _memory_used(row: RankRow) -> tuple[float, str] | None:
-    used = row.memory.peak or row.memory.used
-    return None if used is None else (used / MIB, "MiB")
+def _memory_used(row: RankRow) -> float | None:
+    return row.memory.peak or row.memory.used
 
 
-def _grouped(axis: Axes, runs: Sequence[Run], title: str, read: Callable[[RankRow], tuple[float, str] | None]) -> None:
-    width = 0.8 / len(runs)
-    unit = ""
-    for i, run in enumerate(runs):
-        found = [(row.rank, value) for row in rank_rows(run) if (value := read(row)) is not None]
-        if not found:
-            continue
-        unit = found[0][1][1]
-        places = [rank + (i - (len(runs) - 1) / 2) * width for rank, _ in found]
-        bars = axis.bar(
-            places, [v for _, (v, _) in found], width=width * 0.92, color=rank_style(i)[0], label=_label(run)
-        )
-        if len(found) * len(runs) <= 8:
-            axis.bar_label(bars, [number_text(v) for _, (v, _) in found], fontsize=8, color=SOFT, padding=1)
-    if not unit:
+def _grouped(axis: Axes, runs: Sequence[Run], title: str, read: Callable[[RankRow], float | None]) -> None:
+    """Bars of every run side by side, by rank; bytes or seconds, as `read` gives them."""
+    found = [[(row.rank, value) for row in rank_rows(run) if (value := read(row)) is not None] for run in runs]
+    largest = max((value for rows in found for _, value in rows), default=None)
+    if largest is None:
         _bare(axis, f"no {title} was measured")
         return
+    scale, unit = (1e-3, "ms") if largest < 1e4 else ((GIB, "GiB") if largest >= GIB else (MIB, "MiB"))
     _style(axis, f"{title}, {unit}", "rank")
-    axis.margins(y=0.15)
+    width = 0.8 / len(runs)
+    for i, (run, rows) in enumerate(zip(runs, found, strict=True)):
+        places = [rank + (i - (len(runs) - 1) / 2) * width for rank, _ in rows]
+        heights = [value / scale for _, value in rows]
+        bars = axis.bar(places, heights, width=width * 0.92, color=rank_style(i)[0], label=_label(run))
+        if sum(map(len, found)) <= 12:
+            axis.bar_label(bars, [number_text(h) for h in heights], fontsize=8, color=SOFT, padding=1)
+    axis.margins(y=0.12)
     axis.grid(False, axis="x")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(axis)
+    axis.legend(
+        fontsize=8.5, frameon=False, labelcolor=INK, ncols=4, handlelength=0.9, loc="lower right",
+        bbox_to_anchor=(1, 0.99), borderaxespad=0,
+    )  # fmt: skip
 
 
 def caption(run: Run) -> str:

@@ -6,7 +6,7 @@ so that one set has enough contrast on white and on a dark theme alike.
 
 from __future__ import annotations
 
-__all__ = ["MANY_RANKS", "MEMORY_COLOURS", "PART_COLOURS", "RANK_COLOURS"]
+__all__ = ["BLUE", "MANY_RANKS", "MEMORY_COLOURS", "PART_COLOURS", "RANK_COLOURS", "VERMILION"]
 
 BLUE, VERMILION, GREEN, PINK = "#1f83c7", "#d9601a", "#129e77", "#c9699e"
 ORANGE, SKY, PURPLE, GREY = "#dd9c0a", "#57b2e4", "#7b6bc4", "#8b929c"

@@ -352,7 +352,7 @@ def many(ranks: int) -> Any:
     one = run(ranks, ended_s=1010.0, status="ok", name="a $1 <b>run</b>")
     rng = np.random.default_rng(0)
     for rank in range(ranks):
-        curve = [(s, float(np.exp(-s / 100) + rng.normal(0, 0.02))) for s in range(400)]
+        curve = [(s, float(np.exp(-s / 20) + rng.normal(0, 0.02))) for s in range(60)]
         add(one.history, rank, loss=curve, lr=curve, accuracy=curve, more=curve)
         sample(one.history, rank, steps=400, steps_per_s=20.0, process_uss_bytes=3e8, parameters_bytes=10**8, **EVEN)
     return one
