@@ -116,7 +116,8 @@ class CellError(NbdistError):
         first = self.failures[0]
         ranks = [f.rank for f in self.failures if (f.ename, f.evalue) == (first.ename, first.evalue)]
         where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {name_ranks(ranks)}"
-        what = ": ".join(part for part in (first.ename, first.evalue) if part)
+        text = first.evalue.splitlines()[0] if first.evalue else ""
+        what = ": ".join(part for part in (first.ename, text) if part)
         super().__init__(f"{where}: {what}" if first.ename else f"{where} {what}")
 
     @property

@@ -211,7 +211,7 @@ class Cluster:
         """In the main thread, after a foreground cell: heal what can be healed at once, and raise what went wrong."""
         everybody = len(state.run.ranks) == self.world_size and all(p.alive for p in self.members.ranks)
         if everybody and (state.interrupted or state.failures()):
-            with contextlib.suppress(StartError):  # tried again, and told, before the next cell
+            with contextlib.suppress(StartError, NotRunningError):  # tried again, and told, before the next cell
                 for line in self.members.heal():
                     front.print(line)
         front.close()

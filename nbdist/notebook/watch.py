@@ -20,7 +20,8 @@ __all__ = ["Watch"]
 
 FREE_PEERS_S = 0.25  # after a rank failed, until the ranks that wait for it are freed
 SIGNAL_S = 0.7  # until a rank whose I/O thread does not act gets the signal directly
-BREAK_S = 1.0  # until a rank's collective is broken off
+BREAK_S = 0.8  # until a rank's collective is broken off
+STUCK_S = 0.3  # until it is asked whether all that are left wait for each other
 KILL_S = 4.5  # until a rank that cannot be reached is killed
 ANSWER_S = 0.4  # until a rank that was asked where it stands is taken to hold the GIL
 AGAIN_S = 0.8  # after a second interrupt, until ranks that are left are killed
@@ -67,6 +68,7 @@ class Watch:
         self._where_asked: dict[int, float] = {}
         self._where: dict[int, m.WhereReply] = {}
         self._told_s = cell.began_s
+        self._pause_s = waiting_s
         self._telling_s: float | None = None
         self._spoken_of: set[int] = set()
         self._timeout_s: float | None = None
@@ -151,6 +153,9 @@ class Watch:
     def _climb(self, now: float) -> None:
         self._agree()
         asked = now - (self._asked_s or now)
+        if asked > STUCK_S and self._all_wait(now):
+            for rank in self._cell.pending:
+                self._break(rank, "the cell was interrupted")
         grace = self._grace_s if self._boundaries else 0.0
         for rank in self._cell.pending:
             named = rank in self._boundaries
@@ -173,6 +178,15 @@ class Watch:
                     self._cell.note(
                         f"rank {rank} is still at work after the interrupt ({line}); interrupt again to kill it"
                     )
+
+    def _all_wait(self, now: float) -> bool:
+        """Whether every rank that is left waits in a collective: none of them will come to a boundary."""
+        pending = self._cell.pending
+        states = [self._where_due(rank, now) for rank in pending]
+        return "asked" not in states and all(
+            rank in self._where and self._where[rank].state == "waiting" and self._where[rank].unmoved
+            for rank in pending
+        )
 
     def _where_due(self, rank: int, now: float) -> str:
         """Ask a rank where it stands: ``asked``, ``silent`` (it holds the GIL), ``unmoved`` or ``moving``."""
@@ -200,8 +214,9 @@ class Watch:
             if self._where.keys() >= set(self._cell.pending) or now - self._telling_s > 2 * ANSWER_S:
                 self._say_where(now)
             return True
-        quiet_since = max(self._cell.moved_s, self._told_s)
-        if now - quiet_since < self._waiting_s:
+        if self._cell.moved_s > self._told_s:
+            self._pause_s = self._waiting_s
+        if now - max(self._cell.moved_s, self._told_s) < self._pause_s:
             return False
         self._telling_s = now
         self._where.clear()
@@ -211,6 +226,7 @@ class Watch:
 
     def _say_where(self, now: float) -> None:
         self._telling_s, self._told_s = None, now
+        self._pause_s *= 3  # told again ever more rarely, while nothing moves
         if not any(self._where[r].state == "waiting" for r in self._where) and not self._cell.replies:
             return  # all of them compute: a long step is nothing to tell
         for line in describe(self._where, self._cell):

@@ -13,8 +13,6 @@ import gc
 import getpass
 import io
 import linecache
-import os
-import re
 import sys
 import traceback
 import types
@@ -30,16 +28,20 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
+from nbdist.worker import failures
+
 __all__ = ["Outcome", "RankShell", "describe_stack", "make_shell"]
 
 _NO_INPUT = (
     "input() is not available in ranks: ask in an ordinary cell, then send the answer with `%distributed push name`"
 )
-_NO_DEBUGGER = "the debugger is not available in ranks: `%distributed where` shows what they do, `%distributed pull` fetches variables"
+_NO_DEBUGGER = (
+    "the debugger is not available in ranks: `%distributed where` shows what they do,"
+    " `%distributed pull` fetches variables"
+)
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
-_HEADER = re.compile(r"(?:-{40,}|\S+ +Traceback \(most recent call last\))$")
+_MAX_TEXT = 10_000  # characters of an error's text, and of each line of its traceback
+_MAX_LINES = 400
 
 Publish = Callable[..., None]
 
@@ -59,9 +61,10 @@ class Outcome:
 
 def _text_of(value: BaseException | None) -> str:
     try:
-        return str(value)
+        text = str(value)
     except Exception:  # a user's __str__ may raise anything
         return f"<{type(value).__name__} whose __str__ failed>"
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... ({len(text):,} characters)"
 
 
 class _NoStdin(io.TextIOBase):
@@ -167,12 +170,12 @@ class RankShell(InteractiveShell):
 
     def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:
         """Keep the failure as text; called by IPython for errors of the cell and of a value's formatter."""
-        etype, value, tb = exc_tuple or sys.exc_info()
+        etype, value = (exc_tuple or sys.exc_info())[:2]
         if etype is None or value is None or self._outcome.status != "ok":
             return
-        self._outcome = self._describe(etype, value, tb)
+        self._outcome = self._describe(etype, value)
 
-    def _describe(self, etype: type[BaseException], value: BaseException, tb: types.TracebackType | None) -> Outcome:
+    def _describe(self, etype: type[BaseException], value: BaseException) -> Outcome:
         outcome = Outcome(status="error", ename=etype.__name__, evalue=_text_of(value), error=value)
         if issubclass(etype, SystemExit):
             code = value.code  # type: ignore[attr-defined]
@@ -183,42 +186,14 @@ class RankShell(InteractiveShell):
             outcome.evalue = f"exit code {code}" if isinstance(code, int) else _text_of(value)
         elif issubclass(etype, KeyboardInterrupt):
             outcome.status = "interrupted"
+            return outcome
         if issubclass(etype, UsageError):
             outcome.traceback = [f"UsageError: {outcome.evalue}"]
             return outcome
         if isinstance(value, NameError) and value.name:
             outcome.details["name"] = value.name
-        outcome.traceback = self._render(etype, value, self._from_cell(tb))
+        outcome.traceback = "\n".join(failures.render(value, self.compile._filename_map)).split("\n")
         return outcome
-
-    def _from_cell(self, tb: types.TracebackType | None) -> types.TracebackType | None:
-        """The traceback without the frames above the cell's own first line, and without nbdist's."""
-        cells = self.compile._filename_map
-        step = tb
-        while step is not None and step.tb_frame.f_code.co_filename not in cells:
-            step = step.tb_next
-        first = step
-        while step is not None:
-            after = step.tb_next
-            while after is not None and after.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-                after = after.tb_next
-            step.tb_next = after
-            step = after
-        return first or tb
-
-    def _render(self, etype: type[BaseException], value: BaseException, tb: types.TracebackType | None) -> list[str]:
-        try:
-            lines = list(self.InteractiveTB.structured_traceback(etype, value, tb, tb_offset=0))
-        except Exception:  # the user's __str__ or __repr__ may raise in the middle of rendering
-            lines = [*traceback.format_tb(tb), f"{etype.__name__}: {_text_of(value)}"]
-        finally:
-            for name in ("tb", "evalue", "etype"):
-                if hasattr(self.InteractiveTB, name):
-                    setattr(self.InteractiveTB, name, None)
-        rendered = "\n".join(lines).split("\n")
-        while rendered and _HEADER.match(_COLOUR.sub("", rendered[0])):
-            del rendered[0]  # the report has a headline of its own, with the ranks
-        return rendered
 
     def run(self, code: str, cell: int) -> Outcome:
         """Run one cell.
@@ -238,7 +213,7 @@ class RankShell(InteractiveShell):
         error: BaseException | None = result.error_in_exec or result.error_before_exec
         outcome = self._outcome
         if error is not None and outcome.error is None:  # raised where IPython reports nothing
-            outcome = self._describe(type(error), error, error.__traceback__)
+            outcome = self._describe(type(error), error)
         self._outcome = Outcome()
         self.last_execution_result = None
         del result, error
