@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["MemoryUse"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_SHARE = 400  # an expensive reading is repeated only after this many times what it cost
+_SHARE = 1000  # an expensive reading is repeated only after this many times what it cost
 _PROCESS_S = 1.0  # at most how often the kernel is asked for shared pages
 _DEVICE_S = 1.0  # at most how often the driver is asked
 _STATES_S = 2.0  # at most how often the model's tensors are counted
@@ -50,7 +50,7 @@ class MemoryUse:
     def begin(self) -> None:
         """A run begins: count its model's tensors at its first step."""
         self._states_at_s = 0.0
-        self._process_at_s = self._device_at_s = 0.0
+        self._device_at_s = 0.0
 
     def read(self) -> dict[str, Any]:
         """One reading; called on the I/O thread.

@@ -59,6 +59,7 @@ class StepParts:
         self._stepped = stepped
         self._called = called
         self._grad_enabled: Callable[[], bool] = lambda: False
+        self._queue_callback: Callable[[Callable[[], None]], None] = lambda callback: None
         self._thread = threading.get_ident()
         self._now: Callable[[], Any] = perf_counter
         self._pool: list[Any] = []
@@ -66,6 +67,7 @@ class StepParts:
 
     def _start_again(self) -> None:
         self._stack: list[str] = []
+        self.inside = False  # a module called now belongs to the present part (optimizers call some in closures)
         self._in_backward = False
         self._marks: list[Mark] = []
         self._samples = 0
@@ -85,6 +87,7 @@ class StepParts:
         _install()
         self._start_again()
         self._grad_enabled = torch.is_grad_enabled
+        self._queue_callback = torch.autograd.Variable._execution_engine.queue_callback
         self._thread = threading.get_ident()
         _at_work = self
 
@@ -99,23 +102,23 @@ class StepParts:
     def enter(self, part: str) -> None:
         """A part begins inside the present one."""
         self._stack.append(part)
+        self.inside = part != "optimizer"
         self._mark(part)
 
-    def leave(self, level: int | None = None) -> None:
-        """The present part ends, and with ``level`` all down to that depth."""
-        del self._stack[-1 if level is None else level :]
-        self._mark(self._stack[-1] if self._stack else "rest")
+    def leave(self, level: int) -> None:
+        """The part that began at this depth of the stack ends, with all inside it."""
+        stack = self._stack
+        del stack[level:]
+        part = stack[-1] if stack else "rest"
+        self.inside = bool(stack) and part != "optimizer"
+        self._mark(part)
 
     def _mark(self, part: str) -> None:
-        marks = self._marks
-        if not marks:
+        if not self._marks:
             self._now = self._event if self._events and _cuda_runs() else perf_counter
-        elif len(marks) > _MOST_MARKS:
-            self._recycle(marks)
-            marks.clear()
         now = self._now()
         if now is not None:
-            marks.append((now, part))
+            self._marks.append((now, part))
 
     def _event(self) -> Any:
         import torch
@@ -134,11 +137,6 @@ class StepParts:
         """Whether the present thread does this rank's step: the cell's, or autograd's while the cell's waits for it."""
         return self._in_backward or threading.get_ident() == self._thread
 
-    @property
-    def inside(self) -> bool:
-        """Whether a module called now is part of what is being measured (a closure makes optimizers call some)."""
-        return bool(self._stack) and self._stack[-1] != "optimizer"
-
     # ---- what the patched places call
 
     def data(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -150,7 +148,7 @@ class StepParts:
         try:
             return call(*args)
         finally:
-            self.leave()
+            self.leave(0)
 
     def batch(self, loader: Any, batch: object) -> None:
         """Count the samples of a batch that a DataLoader gave."""
@@ -166,12 +164,15 @@ class StepParts:
         __tracebackhide__ = True
         if not self._ours():
             return call(module, *args, **kwargs)
+        if len(self._marks) > _MOST_MARKS:
+            self._recycle(self._marks)
+            self._marks.clear()
         self._called(module)
         if not self._from_loader and not self._counted and module.training and self._grad_enabled():
             self._counted = True
             self._samples += _first_size((args, list(kwargs.values()))) or 0
+        level = len(self._stack)
         self.enter("forward")
-        level = len(self._stack) - 1
         try:
             return call(module, *args, **kwargs)
         finally:
@@ -185,8 +186,8 @@ class StepParts:
         root = getattr(tensors, "grad_fn", None)
         hook = None if root is None else root.register_prehook(self._queue_computed)
         self._counted = False
+        level = len(self._stack)
         self.enter("backward")
-        level = len(self._stack) - 1
         self._in_backward = True
         try:
             return call(tensors, *args, **kwargs)
@@ -197,9 +198,7 @@ class StepParts:
                 hook.remove()
 
     def _queue_computed(self, _grads: Any) -> None:
-        from torch.autograd import Variable
-
-        Variable._execution_engine.queue_callback(self._computed)
+        self._queue_callback(self._computed)
 
     def _computed(self) -> None:
         if self._in_backward and self._stack and self._stack[-1] == "backward":
@@ -210,8 +209,8 @@ class StepParts:
         __tracebackhide__ = True
         if not self._ours() or (self._stack and self._stack[-1] in ("wait", "data")):
             return call(*args, **kwargs)
+        level = len(self._stack)
         self.enter("wait")
-        level = len(self._stack) - 1
         try:
             return call(*args, **kwargs)
         finally:
@@ -227,7 +226,7 @@ class StepParts:
         if not self._ours():
             return
         if self._stack and self._stack[-1] == "optimizer":
-            self.leave()
+            self.leave(len(self._stack) - 1)
         if not self._stack:  # else an optimizer inside another one, or stepping in backward
             self._step_done()
         self._stepped(optimizer)
@@ -306,7 +305,7 @@ def _install() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
     from torch.utils.data import dataloader
 
-    is_compiling = torch.compiler.is_compiling  # traced by torch.compile: nothing to measure, nothing to guard on
+    is_compiling = torch.compiler.is_dynamo_compiling  # traced: nothing to measure, and nothing to guard on
     next_batch = dataloader._BaseDataLoaderIter.__next__
     iterate = dataloader.DataLoader.__iter__
     call = torch.nn.Module.__call__
