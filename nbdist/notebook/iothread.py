@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nbdist.errors import WireError
 from nbdist.notebook.ranks import RankProcess
 from nbdist.wire.channel import Listener, Packet, Poller, Waker
 from nbdist.wire.messages import Message
@@ -95,13 +96,19 @@ class IOThread(threading.Thread):
             polled = wanted
             poller.wait(BUSY_S if soon else IDLE_S)
             self._waker.clear()
-            while self._outbox:
-                self._listener.send(*self._outbox.popleft())
+            self._send_all()
             with self._changed:
                 soon = self._round(ranks, exits)
                 self._changed.notify_all()
         self._listener.close()
         self._waker.close()
+
+    def _send_all(self) -> None:
+        while self._outbox:
+            try:
+                self._listener.send(*self._outbox.popleft())
+            except WireError:
+                _log.exception("nbdist could not send a message")
 
     def _round(self, ranks: Sequence[RankProcess], exits: socket.socket | None) -> bool:
         try:

@@ -9,10 +9,11 @@ A channel belongs to one thread. Other threads wake it through a `Waker`.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 from jupyter_client.session import Session
@@ -43,14 +44,28 @@ def new_key() -> bytes:
     return os.urandom(32).hex().encode()
 
 
+def _as_json(value: object) -> bytes:
+    """JSON, whatever a cell put into the message: lone surrogates become question marks, unknown objects their text."""
+    return json.dumps(value, default=_plain, ensure_ascii=False, skipkeys=True).encode("utf-8", "replace")
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    if hasattr(value, "tolist"):  # a number or array of numpy
+        return value.tolist()
+    return str(value)
+
+
 class _Channel:
     """What both ends share: signing, parsing, counting what was dropped."""
 
-    def __init__(self, socket: zmq.Socket[bytes], key: bytes, known: dict[str, type[Message]]) -> None:
+    def __init__(self, kind: int, key: bytes, known: dict[str, type[Message]]) -> None:
         if not key:
             raise WireError("a channel needs a signing key")
-        self._session = Session(key=key)
-        self._socket = socket
+        self._session = Session(key=key, pack=_as_json)
+        self._context = zmq.Context()
+        self._socket = socket = self._context.socket(kind)
         self._known = known
         self.dropped = 0
         socket.setsockopt(zmq.LINGER, 0)
@@ -60,7 +75,12 @@ class _Channel:
     def _send(self, message: Message, buffers: Sequence[Buffer], ident: bytes | None) -> None:
         content = {name: getattr(message, name) for name in type(message).__dataclass_fields__ if name != "kind"}
         header = self._session.msg(messages.kind_of(message), content)
-        frames: list[bytes | memoryview] = list(self._session.serialize(header, ident=ident))
+        try:
+            frames: list[bytes | memoryview] = list(self._session.serialize(header, ident=ident))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise WireError(f"{messages.kind_of(message)} cannot be written as JSON: {error}") from None
+        if (size := sum(map(len, frames))) > MAX_JSON_BYTES:
+            raise WireError(f"{messages.kind_of(message)} has {size:,} bytes, more than the {MAX_JSON_BYTES:,} allowed")
         self._socket.send_multipart([*frames, *buffers], copy=sum(len(b) for b in buffers) < 65536)
 
     def receive(self) -> list[Packet]:
@@ -90,6 +110,7 @@ class _Channel:
     def close(self) -> None:
         """Close the socket at once; what was not sent is lost."""
         self._socket.close(linger=0)
+        self._context.term()
 
 
 class Listener(_Channel):
@@ -105,31 +126,22 @@ class Listener(_Channel):
         path = folder / "wire"
         if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
             raise WireError(f"the path of a unix socket may have {_MAX_SOCKET_PATH} bytes, {path} is longer")
-        self._context = zmq.Context()
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        super().__init__(socket, key, messages.FROM_RANK)
-        socket.bind(f"ipc://{path}")
+        super().__init__(zmq.ROUTER, key, messages.FROM_RANK)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.bind(f"ipc://{path}")
 
     def send(self, to: bytes, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Send to the rank that dialled under this identity; silently nothing if it is gone."""
         self._send(message, buffers, to)
-
-    def close(self) -> None:
-        """Close the socket and its context."""
-        super().close()
-        self._context.term()
 
 
 class Dialer(_Channel):
     """A rank's end: one DEALER connected to ``folder/wire``."""
 
     def __init__(self, folder: Path, key: bytes, identity: bytes) -> None:
-        self._context = zmq.Context()
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, identity)
-        super().__init__(socket, key, messages.TO_RANK)
-        socket.connect(f"ipc://{folder / 'wire'}")
+        super().__init__(zmq.DEALER, key, messages.TO_RANK)
+        self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.connect(f"ipc://{folder / 'wire'}")
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Send to the notebook."""

@@ -75,7 +75,7 @@ class PushRequest(Message):
 
     kind: ClassVar[str] = "push_request"
     names: list[str]
-    memfd: str | None = None  # path of the memfd that holds the buffers one after another
+    memfd: str | None = None  # path of the memfd that holds the buffers
     sizes: list[int] | None = None  # their sizes in bytes
     alone: bool = False  # no other rank maps the memfd
 

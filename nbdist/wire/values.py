@@ -2,7 +2,7 @@
 
 Tensors and arrays travel as raw bytes beside the pickle. Functions and classes of `__main__` go by value
 (cloudpickle), since the other side's `__main__` is another one. A CUDA tensor arrives as a CPU tensor, so that the
-notebook's kernel makes no CUDA context; a DTensor as its local shard. Only ever unpickle what a verified message brought.
+notebook's kernel makes no CUDA context; a DTensor as its local shard. Only unpickle what a verified message brought.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ __all__ = ["MEMFD_BYTES", "close_memfd", "dumps", "loads", "map_memfd", "to_memf
 
 MEMFD_BYTES = 1 << 20  # buffers of at least this size in sum go through a memfd
 _CHUNK = 1 << 26
+_APART_BYTES = 4096  # smaller parts stay in the pickle: each one beside it is a frame, and takes a page
+_NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # else it keeps a duplicate
+_ALIGNMENT = 64  # of each buffer in a memfd, as allocators have it: vector instructions are slow or fail elsewhere
 
 
 def _rebuild_tensor(buffer: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool, parameter: bool) -> Any:
@@ -32,8 +35,10 @@ def _rebuild_tensor(buffer: Any, dtype: str, shape: tuple[int, ...], requires_gr
         tensor = torch.empty(shape, dtype=kind)
     else:
         view = memoryview(buffer).cast("B")
-        data = bytearray(view) if view.readonly else view
-        tensor = torch.frombuffer(data, dtype=torch.uint8).view(kind).reshape(shape)
+        data = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+        if data.data_ptr() % kind.itemsize:  # it came within a larger message
+            data = data.clone()
+        tensor = data.view(kind).reshape(shape)
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_() if requires_grad else tensor
@@ -70,23 +75,34 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def dumps(value: object) -> tuple[bytes, list[memoryview]]:
     """Pickle a value; its large parts as contiguous buffers that share its memory."""
-    buffers: list[pickle.PickleBuffer] = []
+    buffers: list[memoryview] = []
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _APART_BYTES:
+            return True
+        buffers.append(raw)
+        return False
+
     with io.BytesIO() as file:
-        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
-        return file.getvalue(), [b.raw() for b in buffers]
+        _Pickler(file, protocol=5, buffer_callback=keep).dump(value)
+        return file.getvalue(), buffers
 
 
 def loads(data: bytes | memoryview, buffers: Sequence[Any]) -> Any:
-    """The value again; its arrays and tensors use the memory of `buffers`."""
-    return pickle.loads(data, buffers=buffers)
+    """The value again; its arrays and tensors use the memory of `buffers`, or a copy where that cannot be written."""
+    return pickle.loads(data, buffers=[bytearray(b) if memoryview(b).readonly else b for b in buffers])
 
 
 def to_memfd(buffers: Sequence[memoryview]) -> str:
-    """Copy buffers one after another into a new memfd; the path at which a process of the same user can open it."""
+    """Copy buffers into a new memfd; the path at which a process of the same user can open it."""
     fd = os.memfd_create("nbdist-value", os.MFD_CLOEXEC)
     try:
-        for buffer in buffers:
+        starts, total = _layout([b.nbytes for b in buffers])
+        os.ftruncate(fd, total)
+        for buffer, at in zip(buffers, starts, strict=True):
             view = buffer.cast("B") if buffer.nbytes else buffer
+            os.lseek(fd, at, os.SEEK_SET)
             while view.nbytes:
                 view = view[os.write(fd, view[:_CHUNK]) :]
     except BaseException:
@@ -112,18 +128,24 @@ def map_memfd(path: str, sizes: Sequence[int], *, alone: bool) -> list[memoryvie
     alone
         True if nobody else maps it: the pages are then used as they are. Otherwise a page is copied when it is written.
     """
-    total = sum(sizes)
+    starts, total = _layout(sizes)
     if total == 0:
         return [memoryview(bytearray()) for _ in sizes]
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_size != total:
             raise ValueError("the memfd has another size than the message says")
-        area = memoryview(mmap.mmap(fd, total, access=mmap.ACCESS_WRITE if alone else mmap.ACCESS_COPY))
+        access = mmap.ACCESS_WRITE if alone else mmap.ACCESS_COPY
+        area = memoryview(mmap.mmap(fd, total, access=access, **_NO_DESCRIPTOR))
     finally:
         os.close(fd)
-    parts, start = [], 0
+    return [area[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+
+
+def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where each buffer begins in a memfd, and how long the memfd is."""
+    starts, end = [], 0
     for size in sizes:
-        parts.append(area[start : start + size])
-        start += size
-    return parts
+        starts.append(end)
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return starts, end

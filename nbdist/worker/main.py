@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nbdist.errors import WireError
 from nbdist.wire import messages as m
 from nbdist.wire import values
 from nbdist.wire.channel import Dialer, Packet, Poller, Waker
@@ -263,7 +264,10 @@ class Rank:
     # ---- I/O thread
 
     def _send_now(self, message: m.Message, buffers: Sequence[bytes | memoryview]) -> None:
-        self._dialer.send(message, buffers)
+        try:
+            self._dialer.send(message, buffers)
+        except WireError as error:  # a display may hold anything; this thread must go on
+            self._dialer.send(m.Notice(text=f"rank {self.rank}: {error}", run_id=self._run_id))
 
     def _io(self) -> None:
         notebook = os.pidfd_open(self.spec["notebook_pid"])
@@ -284,7 +288,7 @@ class Rank:
             if telemetry is not None:  # first, so that a cell's metrics are there before its reply
                 wait_s = min(wait_s, telemetry.pump(final=bool(self._outbox)))
             while self._outbox:
-                self._dialer.send(*self._outbox.popleft())
+                self._send_now(*self._outbox.popleft())
         self._dialer.drain(_FLUSH_S)
         os._exit(0)
 
