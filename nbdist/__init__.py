@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Cluster": "nbdist.notebook.cluster",
     "start": "nbdist.notebook.cluster",
+    "cluster": "nbdist.magics",
     "compare": "nbdist.notebook.history",
     "log": "nbdist.worker.telemetry",
     "track": "nbdist.worker.telemetry",

@@ -84,6 +84,9 @@ def _start_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="mismatched collectives raise on every rank instead of hanging or aborting (slower; for teaching)",
     )
+    parser.add_argument(
+        "--nccl-debug", action="store_true", help="keep each rank's NCCL log, which `%%distributed doctor` then reads"
+    )
 
 
 def _cell_parser() -> _Parser:
@@ -94,6 +97,11 @@ def _cell_parser() -> _Parser:
     parser.add_argument("--timeout", type=_seconds, metavar="S", help="interrupt the cell after S seconds")
     parser.add_argument(
         "--watch", metavar="NAMES", help="variables to record at each optimizer step, e.g. loss,acc ('' for none)"
+    )
+    parser.add_argument(
+        "--setup",
+        action="store_true",
+        help="run it again after `%%distributed restart --replay`, e.g. imports, data, model",
     )
     parser.add_argument("--no-dashboard", action="store_true", help="show no live metrics")
     parser.add_argument("--name", metavar="NAME", help="name of this run")
@@ -111,7 +119,9 @@ def _line_parser() -> _Parser:
     _start_options(command("start", "start workers"))
     command("status", "what runs, on what")
     command("stop", "end all workers; nothing of them stays")
-    _start_options(command("restart", "fresh workers, in a fraction of a second"))
+    restart = command("restart", "fresh workers, in a fraction of a second")
+    _start_options(restart)
+    restart.add_argument("--replay", action="store_true", help="then run the cells marked with --setup again")
     command("interrupt", "stop the run in the background")
     command("where", "what every rank is doing").add_argument("--full", action="store_true", help="whole Python stacks")
     output = command("output", "the whole text of one rank")
@@ -130,7 +140,10 @@ def _line_parser() -> _Parser:
     command("dashboard", "show a run again").add_argument(
         "run", nargs="?", help="its name or number; by default the last"
     )
-    command("doctor", "is this machine fit for distributed training?")
+    doctor = command("doctor", "is this machine fit for distributed training?")
+    doctor.add_argument("--preflight", action="store_true", help="also try a collective and a loader in the ranks")
+    doctor.add_argument("--bandwidth", action="store_true", help="also measure collectives over sizes in the ranks")
+    doctor.add_argument("--report", action="store_true", help="what to paste in a bug report; no host or user names")
     return parser
 
 
@@ -142,6 +155,7 @@ class DistributedMagics(Magics):
         super().__init__(shell)
         self._ipython: Any = shell
         self.cluster: Cluster | None = None
+        self.setup_cells: list[str] = []
         self._cell_parser = _cell_parser()
         self._line_parser = _line_parser()
 
@@ -154,6 +168,8 @@ class DistributedMagics(Magics):
             options = self._parse(self._cell_parser, line)
             code = self._checked(cell)
             cluster = self._running(options)
+            if options.setup:
+                self._remember(code)
             handle = cluster.run(
                 code,
                 ranks=parse_ranks(options.ranks) if options.ranks is not None else None,
@@ -201,6 +217,12 @@ class DistributedMagics(Magics):
 
     # ---- cells
 
+    def _remember(self, code: str) -> None:
+        """Keep a set-up cell for `restart --replay`; running it again moves it to the end."""
+        if code in self.setup_cells:
+            self.setup_cells.remove(code)
+        self.setup_cells.append(code)
+
     def _checked(self, cell: str) -> str:
         """The cell's text, once it is known to be Python: a syntax error is raised before any rank runs anything."""
         transformed = self._ipython.transform_cell(cell)
@@ -223,7 +245,8 @@ class DistributedMagics(Magics):
 
     def _running(self, options: argparse.Namespace) -> Cluster:
         if self.cluster is None or not self.cluster.alive:
-            return self._start(options)
+            self._start(options)
+            return self.running()
         size = self.cluster.world_size
         if options.n is not None and options.n != size:
             raise InputError(
@@ -248,21 +271,26 @@ class DistributedMagics(Magics):
 
     # ---- commands
 
-    def _cluster(self) -> Cluster:
+    def running(self) -> Cluster:
+        """The running cluster, or `NotRunningError`."""
         if self.cluster is None or not self.cluster.alive:
             raise NotRunningError(
                 "no cluster is running: start one with `%distributed start`, or run a `%%distributed` cell"
             )
         return self.cluster
 
-    def _start(self, options: argparse.Namespace) -> Cluster:
+    def _start(self, options: argparse.Namespace) -> None:
         if self.cluster is not None and self.cluster.alive:
             raise InputError(
                 f"{self.cluster.world_size} ranks are running already: `%distributed restart` gives fresh ones"
             )
-        self.cluster = clusters.start(options.n, backend=options.backend, check_collectives=options.check_collectives)
+        self.cluster = clusters.start(
+            options.n,
+            backend=options.backend,
+            check_collectives=options.check_collectives,
+            nccl_debug=options.nccl_debug,
+        )
         self.cluster.names = self._user_names
-        return self.cluster
 
     def _user_names(self) -> list[str]:
         return [name for name in self._ipython.user_ns if name not in self._ipython.user_ns_hidden]
@@ -276,42 +304,47 @@ class DistributedMagics(Magics):
             print(line)
 
     def _stop(self, _: argparse.Namespace) -> None:
-        self._cluster().stop()
+        self.running().stop()
         self.cluster = None
 
     def _restart(self, options: argparse.Namespace) -> None:
-        cluster = self._cluster()
+        cluster = self.running()
         same = options.n in (None, cluster.world_size) and options.backend in (None, cluster.choice.backend)
-        if same and not options.check_collectives and cluster.can_restart():
+        if same and not options.check_collectives and not options.nccl_debug and cluster.can_restart():
             cluster.restart()
             print(f"{cluster.world_size} fresh ranks")
-            return
-        options.n = options.n or (None if options.backend else cluster.world_size)
-        cluster.stop()
-        self.cluster = None
-        self._start(options)
+        else:
+            options.n = options.n or (None if options.backend else cluster.world_size)
+            cluster.stop()
+            self.cluster = None
+            self._start(options)
+        if options.replay:
+            if not self.setup_cells:
+                raise InputError("no cell was marked: `%%distributed --setup` marks one to be run again")
+            for code in self.setup_cells:
+                self.running().run(code, cell=self._cell_number())
 
     def _interrupt(self, _: argparse.Namespace) -> None:
-        self._cluster().interrupt()
+        self.running().interrupt()
 
     def _where(self, options: argparse.Namespace) -> None:
-        for line in self._cluster().where(full=options.full):
+        for line in self.running().where(full=options.full):
             print(line)
 
     def _output(self, options: argparse.Namespace) -> None:
-        text = self._cluster().output(options.rank)
+        text = self.running().output(options.rank)
         lines = text.splitlines()
         print("\n".join(lines[-options.tail :] if options.tail else lines))
 
     def _push(self, options: argparse.Namespace) -> None:
-        cluster = self._cluster()
+        cluster = self.running()
         if missing := [name for name in options.names if name not in self._ipython.user_ns]:
             raise InputError(f"the notebook has no variable {', '.join(missing)}")
         ranks = parse_ranks(options.ranks) if options.ranks is not None else None
         cluster.push({name: self._ipython.user_ns[name] for name in options.names}, ranks=ranks)
 
     def _pull(self, options: argparse.Namespace) -> None:
-        cluster = self._cluster()
+        cluster = self.running()
         ranks = parse_ranks(options.ranks) if options.ranks is not None else None
         for name in options.names:
             if not name.isidentifier():
@@ -323,7 +356,7 @@ class DistributedMagics(Magics):
             self._ipython.push({name: next(iter(found.values())) if single else found})
 
     def _run_named(self, name: str | None) -> Any:
-        runs = self._cluster().runs
+        runs = self.running().runs
         if not runs:
             raise InputError("no run has reported metrics yet")
         if name is None:
@@ -341,12 +374,28 @@ class DistributedMagics(Magics):
         return run
 
     def _dashboard(self, options: argparse.Namespace) -> None:
-        self._cluster().show(self._run_named(options.run))
+        self.running().show(self._run_named(options.run))
 
-    def _doctor(self, _: argparse.Namespace) -> Any:
+    def _doctor(self, options: argparse.Namespace) -> Any:
         from nbdist.doctor.report import diagnose
 
-        return diagnose()
+        alive = self.cluster if self.cluster is not None and self.cluster.alive else None
+        found: dict[str, Any] = {}
+        if options.preflight or options.bandwidth:
+            ranks = self.running()
+            if options.preflight:
+                ranks.run("import nbdist.doctor.preflight as _p; _found = _p.preflight(); del _p", dashboard=False)
+                found["preflight"] = ranks.pull("_found", ranks=[0])[0]
+            if options.bandwidth:
+                ranks.run("import nbdist.doctor.bandwidth as _b; _found = _b.measure(); del _b", dashboard=False)
+                found["bandwidth"] = ranks.pull("_found", ranks=[0])[0]
+        if alive is not None and alive.nccl_logs() is not None:
+            found["nccl_logs"] = [alive.nccl_logs()]
+        diagnosis = diagnose(**found)
+        if options.report:
+            print(diagnosis.report())
+            return None
+        return diagnosis
 
 
 def _names(text: str | None) -> Sequence[str] | None:
@@ -358,6 +407,19 @@ def _fill_empty_cell(lines: list[str]) -> list[str]:
     if lines and lines[0].startswith("%%distributed") and not any(line.strip() for line in lines[1:]):
         return [lines[0].rstrip("\n") + "\n", "\n"]
     return lines
+
+
+def cluster() -> Cluster:
+    """The cluster that the notebook's magics speak to: ``nbdist.cluster().pull("loss")``.
+
+    Raises
+    ------
+    NotRunningError
+        If none is running.
+    """
+    if _loaded is None:
+        raise NotRunningError("no cluster is running: `%load_ext nbdist`, then run a `%%distributed` cell")
+    return _loaded.running()
 
 
 _loaded: DistributedMagics | None = None

@@ -60,6 +60,7 @@ class Cluster:
         self.choice = choice
         self.world_size = choice.n
         self.runs: list[Run] = []
+        self._nccl_debug = "NCCL_DEBUG_FILE" in options.get("env", {})
         self.waiting_s: float = options.get("waiting_s", WAITING_S)
         self.names: Callable[[], Iterable[str]] = tuple
         self._cell: CellRun | None = None
@@ -327,6 +328,10 @@ class Cluster:
         """The whole text of one rank since the cluster was started (as far as its file goes back)."""
         return self.members.ranks[self._chosen([rank])[0]].log.text_from(0)
 
+    def nccl_logs(self) -> Path | None:
+        """The folder with the ranks' NCCL logs, if they were asked for at start."""
+        return self.members.logs if self._nccl_debug else None
+
     def output_path(self, rank: int) -> Path | None:
         """The file that holds it."""
         return self.members.ranks[self._chosen([rank])[0]].log.path
@@ -469,6 +474,7 @@ def start(
         Called with the line that tells what was chosen and why.
     **options
         ``check_collectives``: mismatched collectives raise instead of hanging or aborting (slow).
+        ``nccl_debug``: keep each rank's NCCL log for the doctor.
         ``waiting_s``: after how long ranks that wait are told of, 10 by default; 0 never.
 
     Raises
@@ -494,6 +500,8 @@ def start(
     env: dict[str, str] = {}
     if options.pop("check_collectives", False):
         env["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    if options.pop("nccl_debug", False):
+        env |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "nccl.%h.%p.log"}  # members put the folder before it
     say(f"{choice}" + (f"; the fork server was started anew: {replaced}" if replaced else ""))
     for path in launch.shadowing_files():
         say(f"the file {path} hides the library of its name in this folder: rename it (the workers use the library)")

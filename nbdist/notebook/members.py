@@ -83,6 +83,9 @@ class Members:
     # ---- start and end
 
     def _spec(self, rank: int, replacing: bool) -> dict[str, Any]:
+        env = launch.rank_environment(os.environ, rank, self.choice.n) | self._env
+        if self.logs is not None and "NCCL_DEBUG_FILE" in self._env:
+            env["NCCL_DEBUG_FILE"] = str(self.logs / self._env["NCCL_DEBUG_FILE"])
         return {
             "rank": rank,
             "world_size": self.choice.n,
@@ -95,7 +98,7 @@ class Members:
             "generation": self._generation,
             "replacing": replacing,
             "notebook_pid": os.getpid(),
-            "env": launch.rank_environment(os.environ, rank, self.choice.n) | self._env,
+            "env": env,
             "cwd": os.getcwd(),
             "path": ["", *(p for p in sys.path if p)],
         }

@@ -23,7 +23,8 @@ SIGNAL_S = 0.7  # until a rank whose I/O thread does not act gets the signal dir
 BREAK_S = 0.8  # until a rank's collective is broken off
 STUCK_S = 0.3  # until it is asked whether all that are left wait for each other
 KILL_S = 4.5  # until a rank that cannot be reached is killed
-ANSWER_S = 0.4  # until a rank that was asked where it stands is taken to hold the GIL
+ANSWER_S = 0.4  # between two questions to a rank where it stands
+SILENT_S = 2.5  # without an answer: it holds the GIL, and will not run Python again
 AGAIN_S = 0.8  # after a second interrupt, until ranks that are left are killed
 
 Send = Callable[[int, m.Message], None]
@@ -159,7 +160,7 @@ class Watch:
         grace = self._grace_s if self._boundaries else 0.0
         for rank in self._cell.pending:
             named = rank in self._boundaries
-            if asked > SIGNAL_S and not named and self._where_due(rank, now) == "silent":
+            if asked > SIGNAL_S and not named and self._where_due(rank, now) in ("late", "silent"):
                 self._signal(rank)
             if asked > grace + BREAK_S:
                 self._break(rank, "the cell was interrupted")
@@ -183,13 +184,13 @@ class Watch:
         """Whether every rank that is left waits in a collective: none of them will come to a boundary."""
         pending = self._cell.pending
         states = [self._where_due(rank, now) for rank in pending]
-        return "asked" not in states and all(
+        return not {"asked", "late", "silent"} & set(states) and all(
             rank in self._where and self._where[rank].state == "waiting" and self._where[rank].unmoved
             for rank in pending
         )
 
     def _where_due(self, rank: int, now: float) -> str:
-        """Ask a rank where it stands: ``asked``, ``silent`` (it holds the GIL), ``unmoved`` or ``moving``."""
+        """Ask a rank where it stands: ``asked``, ``late``, ``silent`` (it holds the GIL), ``unmoved`` or ``moving``."""
         asked_s = self._where_asked.get(rank)
         reply = self._where.get(rank)
         if asked_s is None or (reply is not None and now - asked_s > ANSWER_S):
@@ -198,7 +199,8 @@ class Watch:
             self._send(rank, m.WhereRequest())
             return "asked"
         if reply is None:
-            return "silent" if now - asked_s > ANSWER_S else "asked"
+            waited = now - asked_s
+            return "silent" if waited > SILENT_S else "late" if waited > ANSWER_S else "asked"
         return "unmoved" if reply.unmoved else "moving"
 
     def _end(self, rank: int, why: str) -> None:
