@@ -173,3 +173,10 @@ def test_nothing_names_the_place_where_it_was_made():
             continue
         found = pattern.search(path.read_text(encoding="utf-8", errors="replace"))
         assert not found, f"{name}: {found[0]}"
+
+
+def test_the_license_is_there():
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert text.startswith("BSD 3-Clause License")
+    assert "nbdist contributors" in text
+    assert PROJECT["license"] == "BSD-3-Clause"
