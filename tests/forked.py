@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # what the first optimizer and DDP load lazily: once here instead of in every child
 
 from nbdist.worker.group import Group
 from nbdist.worker.steps import Steps

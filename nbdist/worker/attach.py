@@ -11,7 +11,7 @@ import json
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,18 @@ __all__ = ["DEPTH", "reattach"]
 
 DEPTH = 4
 _LARGEST = 1000  # items of a container that is looked into
-_CLOSED = (str, bytes, int, float, complex, torch.Tensor, torch.device, torch.dtype, type, types.ModuleType)
+_CLOSED: tuple[type, ...] = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    torch.Tensor,
+    torch.device,
+    torch.dtype,
+    type,
+    types.ModuleType,
+)
 _CLOSED += (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, types.FrameType)
 
 
@@ -145,7 +156,7 @@ class _Found:
             return False
         if isinstance(value, torch.nn.Module):
             self._add_module(thing)
-        return True
+        return not isinstance(value, FullyShardedDataParallel)
 
     def _add_module(self, thing: _Thing) -> None:
         covered: set[int] = set()
@@ -157,7 +168,7 @@ class _Found:
                 self.modules.append(_Thing(path, part))
             elif isinstance(part, FSDPModule) and id(part) not in covered:
                 self.modules.append(_Thing(path, part))
-                covered.update(id(inner) for inner in part.modules())
+                covered.update(id(inner) for inner in cast(torch.nn.Module, part).modules())
             self._seen.add(id(part))
 
 

@@ -8,7 +8,6 @@ code first, and the dictionary is emptied again after a read.
 from __future__ import annotations
 
 import dis
-import linecache
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["MISSING", "Loop", "Loops", "is_library", "read", "source_of_call", "user_frames"]
+__all__ = ["MISSING", "Loop", "Loops", "is_library", "method_called", "read", "user_frames"]
 
 MISSING = object()
 
@@ -151,18 +150,14 @@ def read(frame: FrameType, name: str) -> Any:
             variables.clear()
 
 
-def source_of_call(frame: FrameType) -> str | None:
-    """The text of the expression a frame is at; None where the source is not known."""
-    positions = list(frame.f_code.co_positions())
-    index = frame.f_lasti // 2
-    if not 0 <= index < len(positions):
-        return None
-    first, last, start, end = positions[index]
-    if first is None or last is None or start is None or end is None:
-        return None
-    lines = [linecache.getline(frame.f_code.co_filename, n) for n in range(first, last + 1)]
-    if not lines or not lines[0]:
-        return None
-    lines[-1] = lines[-1].encode()[:end].decode(errors="replace")
-    lines[0] = lines[0].encode()[start:].decode(errors="replace") if len(lines) > 1 or start < end else lines[0]
-    return "".join(lines)
+def method_called(frame: FrameType) -> str | None:
+    """The name of the method a frame is calling; None if it calls none."""
+    name = None
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset >= frame.f_lasti:
+            return name if instruction.opname.startswith("CALL") else None
+        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            name = instruction.argval
+        elif instruction.opname.startswith("CALL"):
+            name = None
+    return None

@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch._C._distributed_c10d import BuiltinCommHookType, Store
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -52,6 +53,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+
+c10d: Any = distributed_c10d  # its private names have no types
 
 _init_process_group = c10d.init_process_group
 _destroy_process_group = c10d.destroy_process_group
@@ -96,7 +99,7 @@ def default_timeout(backend: str) -> timedelta:
 def make_default_group(
     backend: str,
     *,
-    store: dist.Store,
+    store: Store,
     rank: int,
     world_size: int,
     timeout: timedelta,
@@ -295,7 +298,7 @@ _DDP_KEPT = (
 )
 
 
-def attach_ddp(ddp: DistributedDataParallel, group_of: Callable[[Any], Any]) -> str | None:
+def attach_ddp(ddp: Any, group_of: Callable[[Any], Any]) -> str | None:
     """Give a DDP module a new reducer on the new group, in place, without any communication.
 
     ``__init__`` runs again on the same object: only it makes the C++ reducer. ``init_sync=False`` keeps it from
@@ -373,10 +376,10 @@ def _ddp_arguments(old: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in known}
 
 
-def _builtin_hook(ddp: DistributedDataParallel) -> Any:
+def _builtin_hook(ddp: Any) -> Any:
     """The communication hook written in C++ that a module has; only its logging data knows."""
     name = str(ddp._get_ddp_logging_data().get("comm_hook", ""))
-    return dist.BuiltinCommHookType.__members__.get(name.rpartition(".")[2])
+    return BuiltinCommHookType.__members__.get(name.rpartition(".")[2])
 
 
 def _restart_hook_state(state: Any, group_of: Callable[[Any], Any]) -> None:

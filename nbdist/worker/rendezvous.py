@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from nbdist.errors import CollectiveBroken, StartError
 
@@ -18,7 +18,7 @@ __all__ = ["BreakableStore", "choose_interfaces"]
 _LONGEST_POLL_S = 0.01
 
 
-class BreakableStore(dist.Store):  # type: ignore[misc]
+class BreakableStore(Store):
     """A store that polls another one, so that a wait ends when it is broken off, or by Ctrl-C.
 
     The waits of torch's own stores are C++ loops that no signal and no other thread can end before their time-out,
@@ -33,7 +33,7 @@ class BreakableStore(dist.Store):  # type: ignore[misc]
         Longest wait for a key, whatever time-out is asked for.
     """
 
-    def __init__(self, inner: dist.Store, patience_s: float) -> None:
+    def __init__(self, inner: Store, patience_s: float) -> None:
         super().__init__()
         self._inner = inner
         self._patience_s = patience_s

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch._C._distributed_c10d import Store
 
 from nbdist.errors import InputError
 from nbdist.worker import internals
@@ -58,13 +59,13 @@ class Scripts:
         self._pid = os.getpid()
         self._said: set[str] = set()
         self._init = dist.init_process_group
-        self._spawn = torch.multiprocessing.spawn
+        self._spawn: Callable[..., Any] = torch.multiprocessing.spawn  # type: ignore[attr-defined]
 
     def install(self) -> None:
         """Put the stand-ins in place, for the life of this process."""
         internals.replace_everywhere("init_process_group", _like(self._init, self.init_process_group))
         spawn = _like(self._spawn, self.spawn)
-        torch.multiprocessing.spawn = spawn
+        torch.multiprocessing.spawn = spawn  # type: ignore[attr-defined]
         sys.modules["torch.multiprocessing.spawn"].spawn = spawn  # type: ignore[attr-defined]
 
     def begin_cell(self) -> None:
@@ -78,7 +79,7 @@ class Scripts:
         timeout: timedelta | None = None,
         world_size: int = -1,
         rank: int = -1,
-        store: dist.Store | None = None,
+        store: Store | None = None,
         group_name: str = "",
         pg_options: Any = None,
         device_id: torch.device | int | None = None,

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 
-from nbdist.worker.frames import is_library, source_of_call
+from nbdist.worker.frames import is_library, method_called
 
 __all__ = ["Waiting"]
 
 _BUSY_SHARE = 0.5  # a thread that computes more than this share of the time does not wait
-_WAITS = re.compile(r"\.(wait|result|synchronize)\s*\(")
+_WAITS = ("wait", "synchronize")  # methods in C++: of a Work, a CUDA event or stream
 # Python functions of c10d that a cell calls by their own names.
 _C10D = "torch/distributed/distributed_c10d.py"
 
@@ -73,8 +72,7 @@ def _operation(frame: FrameType) -> tuple[str, bool] | None:
         path = current.f_code.co_filename.replace("\\", "/")
         if not is_library(path):
             if innermost:
-                text = source_of_call(current)
-                return ("wait", True) if text is not None and _WAITS.search(text) else None
+                return ("wait", True) if method_called(current) in _WAITS else None
             break
         name = current.f_code.co_name
         if path.endswith(_C10D):

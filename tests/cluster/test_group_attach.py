@@ -31,7 +31,7 @@ losses = []
 def data(i):
     return torch.randn(6, 8, generator=torch.Generator().manual_seed(100 * i + rank))
 done = 0
-"""  # noqa: E501
+"""
 
 TRAIN = """
 while done < until:
@@ -87,7 +87,7 @@ def _train(me: Rank, kind: str, where: str | None, generation: int) -> list[Any]
 
     space.update(kind=kind, rank=me.rank, until=8, maybe_break=maybe_break)
     space["hook_in_the_middle"] = lambda: None
-    code = TRAIN.replace("    maybe_break(\"forward\")", "    place()\n    maybe_break(\"forward\")")
+    code = TRAIN.replace('    maybe_break("forward")', '    place()\n    maybe_break("forward")')
     space["place"] = place_hook_before_forward
     assert me.cell(SETUP) is None
     error = me.cell(code)
@@ -129,3 +129,200 @@ def test_training_goes_on_after_a_break(kind: str) -> None:
     zero, one = run_ranks(2, body, drive)
     if kind == "ddp":
         assert zero == one
+
+
+def _sum_over(group: Any = None) -> float:
+    x = torch.ones(1)
+    dist.all_reduce(x, group=group)
+    return x.item()
+
+
+MADE = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+torch.manual_seed(0)
+pair = dist.new_group([0, 1])
+everyone = dist.new_group(list(range(4)))
+odd = dist.new_group([1, 3])
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+shard = mesh["shard"]
+class Trainer:
+    def __init__(self):
+        self.groups = {"all": everyone}
+        self.model = DDP(torch.nn.Linear(4, 2), gradient_as_bucket_view=True, find_unused_parameters=True, bucket_cap_mb=3)
+        self.small = [DDP(torch.nn.Linear(4, 2), process_group=everyone)]
+trainer = Trainer()
+seen = []
+trainer.model.eval()
+trainer.model.label = "mine"
+trainer.model.register_forward_hook(lambda module, args, output: seen.append("forward"))
+trainer.small[0].register_comm_hook(None, fp16_compress_hook)
+class Both(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = DDP(torch.nn.Linear(4, 2))
+both = Both()
+same = trainer.model
+x = torch.ones(3, 4)
+for m in (trainer.model, trainer.small[0], both.inner):
+    m(x).sum().backward()
+"""
+
+USED = """
+sums = []
+for g in (None, trainer.groups["all"], mesh.get_group("shard"), shard.get_group()):
+    y = torch.ones(1); dist.all_reduce(y, group=g); sums.append(y.item())
+if rank < 2:
+    y = torch.ones(1); dist.all_reduce(y, group=pair); sums.append(y.item())
+new = dist.new_group([0, 1, 2, 3]); dist.barrier(new)
+for m in (trainer.model, trainer.small[0], both.inner):
+    m(x + rank).sum().backward()
+grads = [[p.grad.tolist() for p in m.parameters()] for m in (trainer.model, trainer.small[0], both.inner)]
+"""
+
+
+def test_what_cells_made_is_found_and_works_again() -> None:
+    def body(me: Rank) -> list[Any]:
+        space = me.namespace
+        space["rank"] = me.rank
+        error = me.cell(MADE)
+        assert error is None, repr(error)
+        for generation in (1, 2):
+            attached, lost = me.group.renew(generation, space, attach=True)
+            assert lost == []
+            # A module is named once, by its shortest path; groups wherever they stand, as each place is set anew.
+            assert {"same", "trainer.small[0]", "both.inner", "mesh", "shard"} <= set(attached)
+            assert {"everyone", "trainer.groups['all']"} <= set(attached)
+            assert "trainer.model" not in attached
+            model = space["trainer"].model
+            assert not model.training
+            assert model.label == "mine"
+            assert model.gradient_as_bucket_view
+            assert model.find_unused_parameters
+            assert model.bucket_bytes_cap == 3 * 2**20
+            assert [h.__name__ for h, _ in space["trainer"].small[0]._comm_hooks] == ["fp16_compress_hook"]
+            error = me.cell(USED)
+            assert error is None, repr(error)
+        assert space["seen"] == ["forward"] * 3
+        return [space["sums"], space["grads"]]
+
+    results = run_ranks(4, body)
+    assert [sums for sums, _ in results] == [[4, 4, 2, 2, 2]] * 2 + [[4, 4, 2, 2]] * 2
+    assert all(grads == results[0][1] for _, grads in results)
+
+
+def test_ranks_that_drifted_apart_stay_apart() -> None:
+    """Attaching must not broadcast rank 0's weights over a rank that is a step behind."""
+
+    def body(me: Rank) -> list[Any]:
+        space = me.namespace
+        space.update(kind="ddp", rank=me.rank)
+        assert me.cell(SETUP) is None
+        if me.rank == 0:
+            error = me.cell("model.module(data(0)).sum().backward(); optimizer.step()")
+            assert error is None, repr(error)
+        before = _digest(space["model"].parameters())
+        assert me.group.renew(1, space, attach=True) == (["model"], [])
+        assert _digest(space["model"].parameters()) == before
+        return [me.steps.count, before]
+
+    (count, digest), (other_count, other_digest) = run_ranks(2, body)
+    assert (count, other_count) == (1, 0)
+    assert digest != other_digest
+
+
+def test_what_a_fresh_rank_does_not_have_is_named() -> None:
+    """Rank 1 comes back with nothing: sub-groups with it are gone, all else is attached."""
+    code = """
+import torch, torch.distributed as dist
+with_it = dist.new_group([0, 1])
+without_it = dist.new_group([0, 2])
+"""
+
+    def body(me: Rank) -> list[Any]:
+        assert me.cell(code) is None
+        if me.rank == 1:  # what is left of it after its process was replaced
+            me.group.give_up("it dies")
+            me.group.leave()
+            me.namespace.clear()
+        attached, lost = me.group.renew(1, me.namespace, attach=True)
+        with_all = dist.new_group([0, 1, 2])
+        return [attached, lost, _sum_over(), _sum_over(with_all)]
+
+    zero, one, two = run_ranks(3, body)
+    assert zero[0] == two[0] == ["without_it"]
+    assert zero[1] == ["process group with_it: rank 1 no longer has it; run the cell that made it again"]
+    assert one[:2] == [[], []]
+    assert [r[2:] for r in (zero, one, two)] == [[3.0, 3.0]] * 3
+
+
+def test_fsdp1_is_named() -> None:
+    code = """
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+model = FSDP(torch.nn.Linear(4, 2), device_id=torch.device("cpu"))
+"""
+
+    def body(me: Rank) -> list[Any]:
+        import warnings
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            error = me.cell(code)
+        assert error is None, repr(error)
+        return list(me.group.renew(1, me.namespace, attach=True))
+
+    for attached, lost in run_ranks(2, body):
+        assert attached == []
+        assert len(lost) == 1
+        assert "FSDP1" in lost[0] and "model" in lost[0]
+
+
+def test_replicated_shards_are_attached() -> None:
+    """HSDP on a mesh of its own, broken in backward."""
+    code = """
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+torch.manual_seed(0)
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+for layer in (model[0], model[2]): fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = []
+"""
+    step = """
+optimizer.zero_grad()
+loss = model(torch.full((2, 8), 1.0 + rank)).square().sum()
+loss.backward(); optimizer.step(); losses.append(loss.item())
+"""
+
+    def body(me: Rank) -> list[Any]:
+        space = me.namespace
+        space["rank"] = me.rank
+        losses = []
+        for broken in (False, True):
+            error = me.cell(code)
+            assert error is None, repr(error)
+            assert me.cell(step) is None
+            if broken:
+                if me.rank == 2:
+                    me.group.give_up("its cell raised")
+                else:
+                    error = me.cell(step)
+                    assert isinstance(error, RuntimeError), repr(error)
+                    me.group.give_up("a peer failed")
+                attached, lost = me.group.renew(1, space, attach=True)
+                assert "model" in attached
+                assert lost == []
+            for _ in range(2):
+                error = me.cell(step)
+                assert error is None, repr(error)
+            losses.append(space["losses"])
+        return losses
+
+    for undisturbed, healed in run_ranks(4, body):
+        assert healed == undisturbed
