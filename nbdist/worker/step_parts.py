@@ -30,6 +30,8 @@ PARTS = ("data", "forward", "backward", "wait", "optimizer", "rest")
 
 _MOST_MARKS = 4096  # of a step that never ends, e.g. in a loop that only evaluates
 _MOST_STEPS = 4096  # waiting to be read
+_WINDOW_S = 5.0  # what a live reading is the mean of: enough steps that an even run looks even
+_WINDOW_STEPS = 20
 
 Mark = tuple[Any, str]  # when (seconds, or a CUDA event), and the part that begins there
 
@@ -74,10 +76,11 @@ class StepParts:
         self._from_loader = False  # in this step batches came from a DataLoader
         self._counted = False  # a batch was counted since the last backward
         self._steps: deque[tuple[list[Mark], int]] = deque(maxlen=_MOST_STEPS)
-        self._latest: dict[str, Any] = dict.fromkeys(["step_s", *(f"{part}_s" for part in PARTS), "samples_per_s"]) | {
-            "parts_steps": 0
-        }
+        self._first: Chunk | None = None
+        self._recent: deque[Chunk] = deque()
+        self._all = Chunk(0.0)
         self._loader: weakref.ref[Any] | None = None
+        self._loader_since_s = 0.0
 
     def begin(self) -> None:
         """Measure from here on; call it on the thread that trains."""
@@ -158,6 +161,7 @@ class StepParts:
             self._samples += _first_size(batch) or 0
             if self._loader is None or self._loader() is not loader:
                 self._loader = weakref.ref(loader)
+                self._loader_since_s = perf_counter()
 
     def forward(self, call: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module; the outermost one's time is the forward part."""
@@ -245,7 +249,7 @@ class StepParts:
     # ---- the I/O thread
 
     def read(self) -> Mapping[str, Any]:
-        """Means over the steps since the last reading, or the last known ones.
+        """Means over the latest steps: of some seconds, and at least some steps; after the end, over the whole run.
 
         Returns
         -------
@@ -254,28 +258,37 @@ class StepParts:
             ``optimizer_s``, ``rest_s``; ``samples_per_s``; ``parts_steps``, how many steps these are means of. None
             where nothing was measured. ``loader``: progress of the DataLoader in use, as rows of `track` have it.
         """
-        totals = dict.fromkeys(PARTS, 0.0)
-        number = samples = 0
+        now_s = perf_counter()
+        new = Chunk(now_s)
         while self._steps:
-            marks, count = self._steps[0]
+            marks, samples = self._steps[0]
             if not isinstance(marks[-1][0], float) and not marks[-1][0].query():
                 break  # the GPU is not there yet
             self._steps.popleft()
-            number += 1
-            samples += count
-            for part, seconds in _spans(marks):
-                totals[part] += seconds
+            if self._first is None:
+                self._first = Chunk(now_s)
+                self._first.add(marks, samples)
+            else:
+                new.add(marks, samples)
             if not isinstance(marks[0][0], float):
                 self._pool += [event for event, _ in marks]
-        if number:
-            step_s = sum(totals.values())
-            self._latest = {
-                "step_s": step_s / number,
-                **{f"{part}_s": seconds / number for part, seconds in totals.items()},
-                "samples_per_s": samples / step_s if samples and step_s > 0 else None,
-                "parts_steps": number,
-            }
-        return self._latest | {"loader": self._loader_row()}
+        if new.steps:
+            self._recent.append(new)
+            self._all.merge(new)
+        steps = sum(chunk.steps for chunk in self._recent)
+        while self._recent and self._recent[0].at_s < now_s - _WINDOW_S:
+            if (steps := steps - self._recent[0].steps) < _WINDOW_STEPS:
+                break
+            self._recent.popleft()
+        if _at_work is self:
+            mean = Chunk(now_s)
+            for chunk in self._recent:
+                mean.merge(chunk)
+        else:
+            mean = self._all
+        if not mean.steps and self._first is not None:  # it pays for what is set up once: only for want of another
+            mean = self._first
+        return mean.row() | {"loader": self._loader_row()}
 
     def _loader_row(self) -> dict[str, Any] | None:
         loader = self._loader() if self._loader is not None else None
@@ -285,9 +298,53 @@ class StepParts:
             total = len(loader)
         except (TypeError, NotImplementedError):  # an iterable dataset
             total = None
-        done, step_s = loader._num_yielded, self._latest["step_s"]
-        left_s = None if total is None or step_s is None else (total - done) * step_s
+        done = loader._num_yielded
+        left_s = None
+        if total is not None and done > 1 and _at_work is self:
+            left_s = (total - done) * (perf_counter() - self._loader_since_s) / (done - 1)
         return {"name": "batches", "done": done, "total": total, "left_s": left_s, "active": _at_work is self}
+
+
+class Chunk:
+    """Sums over some steps.
+
+    Parameters
+    ----------
+    at_s
+        When they were read.
+    """
+
+    __slots__ = ("at_s", "samples", "seconds", "steps")
+
+    def __init__(self, at_s: float) -> None:
+        self.at_s = at_s
+        self.steps = 0
+        self.samples = 0
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+    def add(self, marks: list[Mark], samples: int) -> None:
+        """Add one step."""
+        self.steps += 1
+        self.samples += samples
+        for part, seconds in _spans(marks):
+            self.seconds[part] += seconds
+
+    def merge(self, other: Chunk) -> None:
+        """Add another's steps."""
+        self.steps += other.steps
+        self.samples += other.samples
+        for part, seconds in other.seconds.items():
+            self.seconds[part] += seconds
+
+    def row(self) -> dict[str, Any]:
+        """Means, as in `StepParts.read`."""
+        n, whole_s = self.steps, sum(self.seconds.values())
+        return {
+            "step_s": whole_s / n if n else None,
+            **{f"{part}_s": seconds / n if n else None for part, seconds in self.seconds.items()},
+            "samples_per_s": self.samples / whole_s if self.samples and whole_s > 0 else None,
+            "parts_steps": n,
+        }
 
 
 _at_work: StepParts | None = None  # whose cell runs
