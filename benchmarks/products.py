@@ -223,7 +223,7 @@ def open_kernel(product: Product, n: int, cache: Path) -> Kernel:
     return Kernel(python, folder, env, product.module)
 
 
-_HANDLE = "cluster = get_ipython().magics_manager.registry['DistributedMagics'].cluster"
+_HANDLE = "import nbdist; cluster = nbdist.cluster()"
 
 
 def _must(ran: Ran, what: str) -> Ran:

@@ -29,9 +29,11 @@ CELL_TIMEOUT_S = 900
 # Runs in the notebook's own kernel after its last cell: the runs it has seen, with the last loss of each rank.
 _ASK_LOSSES = """
 def _nbdist_losses():
-    import json
-    magics = get_ipython().magics_manager.registry.get("DistributedMagics")
-    runs = magics.cluster.runs if magics is not None and magics.cluster is not None else []
+    import json, nbdist
+    try:
+        runs = nbdist.cluster().runs
+    except nbdist.errors.NotRunningError:
+        runs = []
     found = [{"run": run.name, "loss": {str(k): v for k, v in run.history.last("loss").items()}} for run in runs]
     print(json.dumps([run for run in found if run["loss"]]))
 _nbdist_losses()
