@@ -233,9 +233,13 @@ function h(tag, props = {}, ...children) {
     else if (key === "style") Object.assign(node.style, value);
     else node.setAttribute(key, value);
   }
+  // JupyterLab's own keys (d d deletes a cell) must not act on what is typed here; it looks at the focused element.
+  if ("tabindex" in props || FOCUSABLE.has(tag)) node.setAttribute("data-lm-suppress-shortcuts", "true");
   node.append(...children);
   return node;
 }
+
+const FOCUSABLE = new Set(["button", "input", "select"]);
 
 function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
@@ -954,8 +958,7 @@ class View {
     this.side = h("div", { class: "nbd-side" }, this.memory.node, this.time.node);
     this.table = new Table();
     this.text = new Text();
-    // The attribute keeps JupyterLab's own keys (d d deletes a cell) from acting on what is typed here.
-    this.root = h("div", { class: "nbd", "data-lm-suppress-shortcuts": "true", role: "group", "aria-label": `dashboard of ${meta.run}` },
+    this.root = h("div", { class: "nbd", role: "group", "aria-label": `dashboard of ${meta.run}` },
       h("div", { class: "nbd-head" }, h("span", { class: "nbd-name" }, meta.run), this.status, this.facts, this.button),
       this.bar, this.tiles, this.findings,
       h("div", { class: "nbd-body" }, this.plot.node, this.side), this.table.node, this.text.node);
