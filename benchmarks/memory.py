@@ -7,10 +7,12 @@ same tracker. Where a GPU is at hand (``--gpu``), torch's own peak of one rank o
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import multiprocessing
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -172,17 +174,34 @@ def run_rank(number: int, device: str) -> dict[str, float]:
 
 def measured(number: int, device: str) -> list[dict[str, float]]:
     """What each rank of a pair has counted."""
-    pair = PAIRS[number]
-    ranks = pair.ranks if device == "cpu" else 1
+    ranks = PAIRS[number].ranks if device == "cpu" else 1
+    # Forked from a process that has imported all this: a fresh interpreter per rank would take most of the time.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch.distributed.fsdp", "torch._dynamo", "nbdist.train.memory", "nbdist.train.parallel"]
+    )
     with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for rank in range(ranks):
-            environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            command = [sys.executable, __file__, "--pair", str(number), "--folder", folder, "--device", device]
-            processes.append(subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}))
-        if any([process.wait() for process in processes]):
-            sys.exit(f"{pair.name}: a rank failed")
+        processes = [
+            context.Process(target=rank_process, args=(number, device, r, ranks, folder)) for r in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            sys.exit(f"{PAIRS[number].name}: a rank failed")
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def rank_process(number: int, device: str, rank: int, ranks: int, folder: str) -> None:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)})
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), ranks)
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=ranks)
+    with contextlib.redirect_stdout(io.StringIO()):  # the choices are not of interest here
+        found = run_rank(number, device)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 def compare(device: str) -> None:
@@ -277,21 +296,8 @@ def main() -> None:
     parser.add_argument(
         "--seven-billion", action="store_true", help="forecast a 7-billion-parameter model on 8 to 512 GPUs"
     )
-    parser.add_argument("--pair", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    parser.add_argument("--device", default="cpu", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.pair is not None:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        torch.set_num_threads(1)
-        store = dist.FileStore(os.path.join(given.folder, "store"), world_size)
-        dist.init_process_group(
-            "gloo" if given.device == "cpu" else "nccl", store=store, rank=rank, world_size=world_size
-        )
-        sys.stdout = open(os.devnull, "w")  # the choices are not of interest here
-        Path(given.folder, f"{rank}.json").write_text(json.dumps(run_rank(given.pair, given.device)))
-        dist.destroy_process_group()
-    elif given.seven_billion:
+    if given.seven_billion:
         seven_billion()
     else:
         compare("cuda:0" if given.gpu else "cpu")

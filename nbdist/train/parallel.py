@@ -50,7 +50,7 @@ Unit = tuple[str, nn.Module]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class Plan:
     """What the arguments of one call come to, once every rank has found them good."""
 
     device: torch.device
@@ -59,6 +59,7 @@ class _Plan:
     strategy: str = "none"
     precision: torch.dtype | MixedPrecisionPolicy | None = None
     shard_size: int = 1
+    cpu_offload: bool = False
 
 
 def ddp(
@@ -106,7 +107,7 @@ def ddp(
     """
     require_group("ddp")
 
-    def check() -> tuple[_Plan, Mapping[str, object]]:
+    def check() -> tuple[Plan, Mapping[str, object]]:
         _check_model(model)
         chosen = device_of(model, device)
         _check_device(chosen)
@@ -125,7 +126,7 @@ def ddp(
             raise InputError("activation_checkpointing: no block class repeats in the model; name it with blocks=")
         asked = (activation_checkpointing, sync_batchnorm, find_unused_parameters, gradient_as_bucket_view, options)
         facts = {"the model": signature(model), "the device type": chosen.type, "the arguments": asked}
-        return _Plan(device=chosen, units=units, reason=reason), facts
+        return Plan(device=chosen, units=units, reason=reason), facts
 
     plan = agree("ddp", check)
     model.to(plan.device)
@@ -197,7 +198,7 @@ def fsdp(
     """
     require_group("fsdp")
 
-    def check() -> tuple[_Plan, Mapping[str, object]]:
+    def check() -> tuple[Plan, Mapping[str, object]]:
         _check_model(model)
         chosen = device_of(model, device)
         _check_device(chosen)
@@ -213,7 +214,7 @@ def fsdp(
             raise InputError("cpu_offload needs an accelerator: on CPU ranks everything is in host memory already")
         if cpu_offload and name == "none":
             raise InputError("cpu_offload needs a sharding strategy; 'none' keeps a replica on the device")
-        size = _shard_size(name, shard_size)
+        size = shard_size_of(name, shard_size)
         units, reason = find_blocks(model, blocks)
         shared = None if name == "none" else shared_across(model, units)
         if shared:
@@ -226,7 +227,16 @@ def fsdp(
         _check_meta(model, late_start=name != "none" and version == 2)
         asked = (name, version, str(dtype), cpu_offload, activation_checkpointing, size, [n for n, _ in units])
         facts = {"the model": signature(model), "the device type": chosen.type, "the arguments": asked}
-        return _Plan(device=chosen, units=units, reason=reason, strategy=name, precision=dtype, shard_size=size), facts
+        plan = Plan(
+            device=chosen,
+            units=units,
+            reason=reason,
+            strategy=name,
+            precision=dtype,
+            shard_size=size,
+            cpu_offload=cpu_offload,
+        )
+        return plan, facts
 
     plan = agree("fsdp", check)
     if plan.strategy == "none" and version == 2:
@@ -243,8 +253,8 @@ def fsdp(
     if activation_checkpointing:
         checkpoint_activations(plan.units)
     if version == 1:
-        return _wrap_1(model, plan, cpu_offload)
-    return _wrap_2(model, plan, cpu_offload)
+        return wrap_1(model, plan)
+    return wrap_2(model, plan, make_mesh(plan))
 
 
 def strategy_name(strategy: str | ShardingStrategy) -> str:
@@ -308,7 +318,7 @@ def _ddp_options() -> set[str]:
     return set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
 
 
-def _shard_size(strategy: str, asked: int | None) -> int:
+def shard_size_of(strategy: str, asked: int | None) -> int:
     world_size = dist.get_world_size()
     if strategy != "hybrid":
         if asked is not None:
@@ -320,19 +330,19 @@ def _shard_size(strategy: str, asked: int | None) -> int:
     return size
 
 
-def _wrap_2(model: nn.Module, plan: _Plan, cpu_offload: bool) -> nn.Module:
+def wrap_2(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, start_equal: bool = True) -> nn.Module:
     """``fully_shard`` each unit, innermost first, then the rest as the root unit."""
-    mesh = _mesh(plan)
     policy = plan.precision
     if isinstance(policy, torch.dtype):
         # Gradients are summed over the ranks in the parameters' own type: float32 as a rule.
         policy = MixedPrecisionPolicy(param_dtype=policy, reduce_dtype=next(model.parameters()).dtype)
-    offload: OffloadPolicy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    offload: OffloadPolicy = CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy()
     # None keeps torch's own choice for "full": units are freed after forward, the root's rest is not.
     reshard = False if plan.strategy == "grad_op" else None
     for _, module in [*reversed(plan.units), ("", model)]:
         if module is not model or not any(m is model for _, m in plan.units):
-            _start_equal(module, plan.device)
+            if start_equal:
+                _start_equal(module, plan.device)
             fully_shard(
                 module,
                 mesh=mesh,
@@ -343,7 +353,7 @@ def _wrap_2(model: nn.Module, plan: _Plan, cpu_offload: bool) -> nn.Module:
     return model
 
 
-def _mesh(plan: _Plan) -> DeviceMesh:
+def make_mesh(plan: Plan) -> DeviceMesh:
     world_size = dist.get_world_size()
     if plan.strategy == "hybrid" and plan.shard_size < world_size:
         shape = (world_size // plan.shard_size, plan.shard_size)
@@ -369,7 +379,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def _wrap_1(model: nn.Module, plan: _Plan, cpu_offload: bool) -> nn.Module:
+def wrap_1(model: nn.Module, plan: Plan) -> nn.Module:
     units = {id(m) for _, m in plan.units}
     dtype = plan.precision
     if isinstance(dtype, MixedPrecisionPolicy):
@@ -394,10 +404,10 @@ def _wrap_1(model: nn.Module, plan: _Plan, cpu_offload: bool) -> nn.Module:
             model,
             sharding_strategy=strategy,
             # With a mesh its state dicts hold DTensors, which read back on any number of ranks.
-            device_mesh=_mesh(plan) if plan.strategy != "none" else None,
+            device_mesh=make_mesh(plan) if plan.strategy != "none" else None,
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
             mixed_precision=precision,
-            cpu_offload=CPUOffload(offload_params=True) if cpu_offload else None,
+            cpu_offload=CPUOffload(offload_params=True) if plan.cpu_offload else None,
             # Without it torch refuses to run on the CPU.
             device_id=plan.device,
             sync_module_states=not on_cpu,
