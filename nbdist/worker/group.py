@@ -215,7 +215,7 @@ class Group:
             self._given_up, self.reason = False, None
             self._stores = [breakable]
             self._connections = []
-        breakable.meet(self.rank, self.world_size)
+        breakable.meet(self.rank, self.world_size, "before")
         # NCCL's own threads ask the store for ever; in Python they would have to wait for the GIL, and a destructor
         # that joins them while it holds the GIL would never end. So only gloo is given the store in Python.
         store = prefixed if "nccl" in backend else breakable
@@ -230,6 +230,8 @@ class Group:
             device_id=device_id,
             options=options,
         )
+        # One that fails at once in the next line must not close its connections on a peer that is still making them.
+        breakable.meet(self.rank, self.world_size, "after")
         self._current = backend
 
     def exchange(self, key: str, value: str) -> list[str]:

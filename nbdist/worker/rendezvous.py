@@ -43,20 +43,20 @@ class BreakableStore(Store):
         """End every wait, now and later, with `CollectiveBroken` (any thread)."""
         self._reason = reason
 
-    def meet(self, rank: int, world_size: int) -> None:
-        """Wait until every rank has come here.
+    def meet(self, rank: int, world_size: int, place: str) -> None:
+        """Wait until every rank has come to a place.
 
         Raises
         ------
         StartError
             If some have not come in time; it names them.
         """
-        self._inner.set(f"here/{rank}", "")
-        missing = [f"here/{r}" for r in range(world_size)]
+        self._inner.set(f"{place}/{rank}", "")
+        missing = [f"{place}/{r}" for r in range(world_size)]
         try:
             self._wait(missing, self._patience_s)
         except TimeoutError:
-            late = [r for r in range(world_size) if not self._inner.check([f"here/{r}"])]
+            late = [r for r in range(world_size) if not self._inner.check([f"{place}/{r}"])]
             names = ", ".join(map(str, late))
             raise StartError(
                 f"rank {names} did not join the process group within {self._patience_s:.0f} s"
@@ -107,7 +107,8 @@ class BreakableStore(Store):
     def append(self, key: str, value: Any) -> None:
         """Append to a value."""
         present = self._inner.get(key) if self._inner.check([key]) else b""
-        self._inner.set(key, present + (value.encode() if isinstance(value, str) else bytes(value)))
+        added = value if isinstance(value, str) else bytes(value).decode()
+        self._inner.set(key, bytes(present).decode() + added)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set."""
