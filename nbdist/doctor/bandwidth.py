@@ -4,8 +4,6 @@ Algorithm and bus bandwidth are those of nccl-tests (doc/PERFORMANCE.md there): 
 the time; bus bandwidth corrects it for what each rank must send at least, so that it can be compared with a link's
 speed whatever the number of ranks n: all-reduce 2(n-1)/n, all-gather and reduce-scatter (n-1)/n. S is the whole buffer:
 of all-gather what every rank ends with, of reduce-scatter what it starts with. Times are means over the ranks.
-
-`measure` runs in every rank of a process group, in a cell or under torchrun; what it returns needs no torch.
 """
 
 from __future__ import annotations
@@ -17,35 +15,27 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from nbdist.doctor.facts import Health, gather_gpus
+from nbdist.doctor.finding import html_table, size_text, text_table
 from nbdist.doctor.gpu import Link
 from nbdist.errors import InputError, NotRunningError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OPERATIONS", "Bandwidth", "Row", "link_limit", "measure"]
+__all__ = ["OPERATIONS", "Bandwidth", "Row", "bus_factor", "link_limit", "measure", "rank_device"]
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 GPU_SIZES = tuple(1 << n for n in (16, 20, 24, 27, 29))  # 64 KiB to 512 MiB
 CPU_SIZES = tuple(1 << n for n in (12, 16, 20, 24))  # 4 KiB to 16 MiB
 
-# GB/s of one NVLink in one direction, by NVML's number of its version (nvmlNvlinkVersion_t: 5 is 3.1, A100; 6 is 4.0,
-# H100; 7 is 5.0, B200); NVIDIA's NVLink page gives both directions of all links of a GPU: 600, 900, 1800.
-NVLINK_GB_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 25.0, 6: 25.0, 7: 50.0}
-_MOST_LINKS = {1: 4, 2: 6, 3: 6, 4: 12, 5: 12, 6: 18, 7: 18}  # of one GPU: more than these between pairs means a switch
+# By NVML's number of a link's version (nvmlNvlinkVersion_t: 5 is 3.1, A100; 6: 4.0, H100; 7: 5.0, B200): GB/s of one
+# NVLink in one direction, and links of one GPU. NVIDIA's NVLink page gives all links, both ways: 600, 900, 1800 GB/s.
+_NVLINKS = {1: (20.0, 4), 2: (25.0, 6), 3: (25.0, 6), 4: (25.0, 12), 5: (25.0, 12), 6: (25.0, 18), 7: (50.0, 18)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One operation at one size.
-
-    Attributes
-    ----------
-    num_bytes
-        The size S.
-    algbw_gb_s, busbw_gb_s
-        Algorithm and bus bandwidth, in 1e9 bytes a second; the latter None with one rank, which sends nothing.
-    """
+    """One operation at one size S; bandwidths in 1e9 bytes a second, None with one rank, which sends nothing."""
 
     operation: str
     num_bytes: int
@@ -78,6 +68,11 @@ class Bandwidth:
         return max((r.busbw_gb_s for r in self.rows if r.operation == operation and r.busbw_gb_s), default=None)
 
     @property
+    def title(self) -> str:
+        """What was measured where."""
+        return f"{self.world_size} ranks, {self.backend}, {self.device}"
+
+    @property
     def summary(self) -> str:
         """What was reached, beside the limit if that is known."""
         best = self.best("all_reduce")
@@ -88,40 +83,27 @@ class Bandwidth:
             return f"{text}, {best / self.limit_gb_s:.0%} of {self.limit_gb_s:.4g} GB/s ({self.limit})"
         return f"{text}; {self.limit}" if self.limit else text
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        return [
-            (r.operation, _size(r.num_bytes), f"{r.time_s * 1e6:.0f}", f"{r.algbw_gb_s:.3g}",
-             "-" if r.busbw_gb_s is None else f"{r.busbw_gb_s:.3g}")
-            for r in self.rows
-        ]  # fmt: skip
+    def _table(self) -> list[list[str]]:
+        table = [["operation", "size", "time (us)", "algbw (GB/s)", "busbw (GB/s)"]]
+        for r in self.rows:
+            bus = "-" if r.busbw_gb_s is None else f"{r.busbw_gb_s:.3g}"
+            table.append([r.operation, size_text(r.num_bytes), f"{r.time_s * 1e6:.0f}", f"{r.algbw_gb_s:.3g}", bus])
+        return table
 
     def __str__(self) -> str:
-        table = [_HEADS, *self._cells()]
-        widths = [max(len(row[i]) for row in table) for i in range(len(_HEADS))]
-        lines = []
-        for first, *others in table:
-            lines.append(
-                "  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))])
-            )
-        return "\n".join([f"{self.world_size} ranks, {self.backend}, {self.device}", *lines, self.summary])
+        return "\n".join([self.title, *text_table(self._table()), self.summary])
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{escape(h)}</th>" for h in _HEADS)
-        body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in self._cells())
-        title = f"{self.world_size} ranks, {escape(self.backend)}, {escape(self.device)}"
-        return f"<p>{title}</p><table><tr>{head}</tr>{body}</table><p>{escape(self.summary)}</p>"
+        return f"<p>{escape(self.title)}</p>{html_table(self._table())}<p>{escape(self.summary)}</p>"
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON values."""
-        return asdict(self) | {"rows": [asdict(r) for r in self.rows]}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Bandwidth:
         """The table that `to_json` returned."""
         return cls(**{**value, "rows": tuple(Row(**r) for r in value["rows"])})
-
-
-_HEADS = ("operation", "size", "time (us)", "algbw (GB/s)", "busbw (GB/s)")
 
 
 def bus_factor(operation: str, world_size: int) -> float:
@@ -130,13 +112,9 @@ def bus_factor(operation: str, world_size: int) -> float:
 
 
 def measure(
-    sizes: Sequence[int] | None = None,
-    operations: Sequence[str] = OPERATIONS,
-    *,
-    seconds: float = 0.2,
-    device: torch.device | str | None = None,
+    sizes: Sequence[int] | None = None, operations: Sequence[str] = OPERATIONS, *, seconds: float = 0.2
 ) -> Bandwidth:
-    """Measure collectives; every rank calls this at the same time and gets the same table.
+    """Measure collectives; every rank of a process group calls this at the same time and gets the same table.
 
     Parameters
     ----------
@@ -146,8 +124,6 @@ def measure(
         Of ``all_reduce``, ``all_gather``, ``reduce_scatter``.
     seconds
         About how long each measurement goes on.
-    device
-        Where the buffers lie; None: the rank's GPU with nccl, else the CPU.
 
     Raises
     ------
@@ -157,71 +133,65 @@ def measure(
     import torch
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()):
-        raise NotRunningError("there is no process group to measure: run this in a distributed cell or under torchrun")
+    device, world_size = rank_device(), dist.get_world_size()
     if unknown := set(operations) - set(OPERATIONS):
         raise InputError(f"expected operations of {', '.join(OPERATIONS)}, got {min(unknown)!r}")
-    where = torch.device(device) if device is not None else rank_device()
-    world_size = dist.get_world_size()
-    chosen = sizes if sizes is not None else GPU_SIZES if where.type == "cuda" else CPU_SIZES
-    rows = []
+    on_gpu, rows = device.type == "cuda", []
     for operation in operations:
-        for num_bytes in chosen:
+        for num_bytes in sizes or (GPU_SIZES if on_gpu else CPU_SIZES):
             count = max(num_bytes // 4 // world_size, 1)  # elements of one rank's share
-            run = _prepared(operation, count, where)
-            time_s = _time(run, where, seconds)
-            total = count * world_size * 4
+            time_s, total = _time(_prepared(operation, count, device), device, seconds), count * world_size * 4
             algbw = total / time_s / 1e9
-            factor = bus_factor(operation, world_size)
-            rows.append(
-                Row(
-                    operation=operation,
-                    num_bytes=total,
-                    time_s=time_s,
-                    algbw_gb_s=algbw,
-                    busbw_gb_s=algbw * factor or None,
-                )
-            )
-    name = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
-    limit = _limit_here(where)
+            busbw = algbw * bus_factor(operation, world_size) or None
+            row = Row(operation=operation, num_bytes=total, time_s=time_s, algbw_gb_s=algbw, busbw_gb_s=busbw)
+            rows.append(row)
+    told: list[tuple[float | None, str]] = [(None, "CPU ranks: this is what sockets or shared memory here carry")]
+    if on_gpu and dist.get_rank() == 0:
+        facts = gather_gpus()
+        told = [link_limit(facts.links, facts.health)]
+        if world_size > len(facts.devices):
+            told = [(None, "several nodes: the network is not known here")]
+    dist.broadcast_object_list(told, src=0)
     return Bandwidth(
         world_size=world_size,
         backend=dist.get_backend(),
-        device=name,
+        device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
         rows=tuple(rows),
-        limit_gb_s=limit[0],
-        limit=limit[1],
+        limit_gb_s=told[0][0],
+        limit=told[0][1],
     )
 
 
 def rank_device() -> torch.device:
-    """The device this rank's process group works on."""
+    """The device this rank's process group works on; `NotRunningError` if there is none."""
     import torch
     import torch.distributed as dist
 
+    if not (dist.is_available() and dist.is_initialized()):
+        raise NotRunningError("there is no process group: run this in a distributed cell or under torchrun")
     if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def _prepared(operation: str, count: int, device: torch.device) -> Callable[[], None]:
+def _prepared(operation: str, count: int, device: torch.device) -> Callable[[], object]:
     """Buffers made, the collective to be called again and again."""
     import torch
     import torch.distributed as dist
 
-    whole = torch.zeros(count * dist.get_world_size(), device=device)
-    if operation == "all_reduce":
-        return lambda: dist.all_reduce(whole) and None
-    share = torch.zeros(count, device=device)
+    whole, share = torch.zeros(count * dist.get_world_size(), device=device), torch.zeros(count, device=device)
     # Torch 2.13 renames these two and warns of the older names.
-    if operation == "all_gather":
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return lambda: all_gather(whole, share) and None
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return lambda: reduce_scatter(share, whole) and None
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: all_gather(whole, share),
+        "reduce_scatter": lambda: reduce_scatter(share, whole),
+    }
+    return calls[operation]
 
 
-def _time(run: Callable[[], None], device: torch.device, seconds: float) -> float:
+def _time(run: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Mean time of one call, over the calls and over the ranks."""
     import torch
     import torch.distributed as dist
@@ -246,52 +216,23 @@ def _time(run: Callable[[], None], device: torch.device, seconds: float) -> floa
     return timed(max(3, min(int(seconds / max(timed(2), 1e-7)), 1000)))
 
 
-def _limit_here(device: torch.device) -> tuple[float | None, str]:
-    """The links' limit as this rank's machine has it; the same on all ranks, as rank 0 tells the others."""
-    import torch.distributed as dist
-
-    found: list[tuple[float | None, str]] = [(None, "")]
-    if device.type != "cuda":
-        return None, "CPU ranks: this is what sockets or shared memory of this machine carry"
-    if dist.get_rank() == 0:
-        facts = gather_gpus()
-        found = [link_limit(facts.links, facts.health)]
-        if dist.get_world_size() > len(facts.devices):
-            found = [(None, "several nodes: the network is not known here")]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
-
-
 def link_limit(links: Sequence[Link], health: Sequence[Health]) -> tuple[float | None, str]:
-    """What a ring over all GPUs can carry at most: GB/s in one direction, and where the number comes from.
-
-    Parameters
-    ----------
-    links, health
-        As `nbdist.doctor.facts` has them; of the GPUs of one machine.
-    """
+    """What a ring over all GPUs of a machine can carry at most: GB/s in one direction, and where that comes from."""
     counts = [link.nvlinks or 0 for link in links]
     versions = {h.nvlink_version for h in health}
-    if counts and min(counts) > 0 and len(versions) == 1 and (version := versions.pop()) in NVLINK_GB_S:
-        peers = len(health) - 1
-        rate, most = NVLINK_GB_S[version], _MOST_LINKS[version]
+    if counts and min(counts) > 0 and len(versions) == 1 and (version := versions.pop()) in _NVLINKS:
+        rate, most = _NVLINKS[version]
+        each = min(counts) * (len(health) - 1)
         # Through switches every pair shares all links of a GPU; without, each pair has its own.
-        each = min(counts) if min(counts) * peers > most else min(counts) * peers
+        each = min(counts) if each > most else each
         return each * rate, f"{each} NVLinks × {rate:g} GB/s"
-    speeds = [(h.pcie_width_max * _lane_gb_s(h.pcie_gt_s), h) for h in health if h.pcie_width_max and h.pcie_gt_s]
+    # Payload of a lane: 8b/10b coding up to generation 2, 128b/130b from 3 (PCI Express base specification).
+    speeds = [
+        (h.pcie_width_max * h.pcie_gt_s * (0.8 if h.pcie_gt_s < 8 else 128 / 130) / 8, h.pcie_width_max, h.pcie_gt_s)
+        for h in health
+        if h.pcie_width_max and h.pcie_gt_s
+    ]
     if len(health) > 1 and len(speeds) == len(health):
-        speed, slowest = min(speeds, key=lambda s: s[0])
-        return speed, f"PCIe, {slowest.pcie_width_max} lanes at {slowest.pcie_gt_s:g} GT/s"
+        speed, lanes, gt_s = min(speeds)
+        return speed, f"PCIe, {lanes} lanes at {gt_s:g} GT/s"
     return None, ""
-
-
-def _lane_gb_s(gt_s: float) -> float:
-    """Payload of a PCIe lane: 8b/10b coding up to generation 2, 128b/130b from 3 (PCI Express base specification)."""
-    return gt_s * (0.8 if gt_s < 8 else 128 / 130) / 8
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.3g} {unit}"
-    return f"{num_bytes} B"

@@ -7,6 +7,7 @@ process. `Facts` travels as JSON, so that a pasted report or a fixture can be ju
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 import os
 import platform
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -27,56 +28,45 @@ import psutil
 
 from nbdist.doctor import gpu
 from nbdist.doctor.machine import Machine
+from nbdist.doctor.visible import Visible, visible
 from nbdist.errors import InputError
 
-__all__ = ["Facts", "Health", "Torch", "gather", "gather_gpus"]
+__all__ = [
+    "Facts",
+    "Health",
+    "Torch",
+    "gather",
+    "gather_gpus",
+    "num_ranks",
+    "outside_address",
+    "reachable",
+    "seen_by_cuda",
+]
 
 _PROBE_TIMEOUT_S = 40.0
 
 _VARIABLES = re.compile(
-    r"(NCCL|GLOO|TORCH|PYTORCH|TORCHELASTIC|CUDA|NVIDIA|OMP|MKL|SLURM|UCX|FI)_\w+|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
-    r"|LD_(LIBRARY_PATH|PRELOAD)|PYTHONPATH|KUBERNETES_SERVICE_HOST|PBS_JOBID|LSB_JOBID"
+    r"(NCCL|GLOO|TORCH|PYTORCH|TORCHELASTIC|CUDA|NVIDIA|OMP|MKL|SLURM|UCX|FI)_\w+|(LOCAL_)?(RANK|WORLD_SIZE)"
+    r"|MASTER_(ADDR|PORT)|LD_(LIBRARY_PATH|PRELOAD)|PYTHONPATH|KUBERNETES_SERVICE_HOST"
 )
 _PACKAGES = (
     "nbdist", "torch", "numpy", "jupyterlab", "notebook", "jupyter_server", "ipykernel", "ipython", "jupyter_client",
     "pyzmq", "ipywidgets", "jupyterlab_widgets", "anywidget", "matplotlib", "psutil", "nvidia-ml-py",
 )  # fmt: skip
 _WIDGET_EXTENSIONS = ("anywidget", "@jupyter-widgets/jupyterlab-manager")
-_WATCHED_NAMES = {
-    "torch",
-    "numpy",
-    "nbdist",
-    "IPython",
-    "ipykernel",
-    "zmq",
-    "anywidget",
-    "ipywidgets",
-    "psutil",
-    "matplotlib",
-}
+_WATCHED_NAMES = set("torch numpy nbdist IPython ipykernel zmq anywidget ipywidgets psutil matplotlib".split())
+_BRIDGES = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "podman")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torch:
-    """What torch says of itself, in a process of its own.
+    """What torch says of itself, in a process of its own; ``error``: why it could not be imported.
 
-    Attributes
-    ----------
-    cuda
-        CUDA version it was built for, None: a CPU build.
-    nccl
-        Version of the NCCL it runs with, None: none.
-    uuids, capabilities, peers
-        Of ``cuda:0``, ``cuda:1``, ...; whether each can read the other's memory.
-    cuda_error
-        CUDA's own words when it could not be used.
-    error
-        Why torch could not be imported.
+    ``uuids``, ``capabilities``, ``peers`` (whether each can read the other's memory): of ``cuda:0``, ``cuda:1``, ...
     """
 
     version: str | None = None
-    path: str | None = None
-    cuda: str | None = None
+    cuda: str | None = None  # the version it was built for, None: a CPU build
     hip: str | None = None
     cudnn: int | None = None
     nccl: str | None = None
@@ -94,90 +84,47 @@ class Torch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """What NVML's and the kernel's tables add to a GPU's readings.
-
-    Attributes
-    ----------
-    ecc_errors
-        Uncorrected memory errors since the driver was loaded.
-    remap_pending, remap_failed
-        Rows of memory waiting for a reset to be replaced; that could not be.
-    compute_mode
-        ``Default``, ``Exclusive_Process``, ``Prohibited``.
-    pcie_width, pcie_width_max
-        Lanes in use; lanes that card and slot both have.
-    pcie_gt_s
-        Speed of a lane that card and slot both reach, in GT/s.
-    nvlink_version
-        NVML's number for the NVLinks' generation (5: third, 6: fourth, 7: fifth), see `nbdist.doctor.bandwidth`.
-    numa_node
-        The memory node it is attached to.
-    """
+    """What NVML's and the kernel's tables add to a GPU's readings."""
 
     index: int
-    ecc_errors: int | None = None
-    remap_pending: bool | None = None
-    remap_failed: bool | None = None
-    compute_mode: str | None = None
-    pcie_width: int | None = None
-    pcie_width_max: int | None = None
+    ecc_errors: int | None = None  # uncorrected, since the driver was loaded
+    remap_pending: bool | None = None  # a row of memory waits for a reset to be replaced
+    remap_failed: bool | None = None  # one could not be replaced
+    compute_mode: str | None = None  # Default, Exclusive_Process, Prohibited
+    pcie_width: int | None = None  # lanes in use
+    pcie_width_max: int | None = None  # lanes, and their speed, that card and slot both have
     pcie_gt_s: float | None = None
-    nvlink_version: int | None = None
+    nvlink_version: int | None = None  # NVML's number, see `nbdist.doctor.bandwidth`
     numa_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """One machine, as a process on it sees it. Limits: -1 is unlimited.
+    """One machine, as a process on it sees it. Limits: -1 is unlimited."""
 
-    Attributes
-    ----------
-    nodes, ranks, loader_workers
-        What is planned: machines, ranks on this one (None: one per GPU, else 2), DataLoader workers per rank.
-    pci_gpus
-        NVIDIA display devices on the PCI bus, with or without a driver.
-    own_pids
-        Processes that belong to this notebook.
-    container
-        Its kind, ``none``, or None.
-    iommu
-        ``off``, ``translated`` or ``passthrough``, for the GPUs.
-    acs
-        A bridge above a GPU redirects peer-to-peer traffic to the root.
-    numa_cpus
-        By memory node, how many of its CPUs this process may use.
-    cpus, cpus_allowed, cpu_quota
-        Of the machine; that this process may use; CPU time as a number of CPUs.
-    memory_bytes, memory_limit_bytes
-        Of the machine; of the container.
-    labextensions
-        Which of the widgets' JupyterLab extensions are installed in this environment.
-    shadows
-        Files beside the notebook that hide modules.
-    """
-
+    # What is planned: machines, ranks on this one (None: one per GPU, else 2), DataLoader workers per rank.
     nodes: int = 1
     ranks: int | None = None
     loader_workers: int | None = None
     system: str | None = None
     python: str | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
-    labextensions: tuple[str, ...] = ()
+    labextensions: tuple[str, ...] = ()  # those of the widgets' that are installed
     torch: Torch | None = None
     nccl_package: str | None = None
     gpus: gpu.Snapshot | None = None
     health: tuple[Health, ...] = ()
     links: tuple[gpu.Link, ...] = ()
-    pci_gpus: int | None = None
+    pci_gpus: int | None = None  # NVIDIA display devices on the PCI bus, with or without a driver
     own_pids: tuple[int, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     container: str | None = None
-    iommu: str | None = None
-    acs: bool | None = None
-    numa_cpus: Mapping[str, int] = field(default_factory=dict)
+    iommu: str | None = None  # for the GPUs: off, translated, passthrough
+    acs: bool | None = None  # a bridge above a GPU redirects peer-to-peer traffic to the root
+    numa_cpus: Mapping[str, int] = field(default_factory=dict)  # by memory node: CPUs that this process may use
     cpus: int | None = None
     cpus_allowed: int | None = None
-    cpu_quota: float | None = None
+    cpu_quota: float | None = None  # CPU time, as a number of CPUs
     memory_bytes: int | None = None
     memory_limit_bytes: int | None = None
     shm_bytes: int | None = None
@@ -188,7 +135,7 @@ class Facts:
     hostname: str | None = None
     hostname_addresses: tuple[str, ...] | None = None
     addresses: Mapping[str, tuple[str, ...]] | None = None
-    shadows: tuple[str, ...] = ()
+    shadows: tuple[str, ...] = ()  # files beside the notebook that hide modules
 
     @property
     def devices(self) -> tuple[gpu.Device, ...]:
@@ -202,13 +149,7 @@ class Facts:
 
     @classmethod
     def from_json(cls, value: Any) -> Facts:
-        """Facts from what `to_json` returned.
-
-        Raises
-        ------
-        InputError
-            If a field is unknown or of the wrong kind.
-        """
+        """Facts from what `to_json` returned; `InputError` if a field is unknown or of the wrong kind."""
         return typing.cast("Facts", _build(cls, value, "facts"))
 
 
@@ -237,15 +178,56 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     raise InputError(f"{where}: expected {getattr(kind, '__name__', kind)}, got {type(value).__name__}")
 
 
+def seen_by_cuda(facts: Facts) -> Visible:
+    """Which GPUs CUDA shows a process here."""
+    if not facts.devices:
+        return Visible()
+    return visible(
+        facts.gpus or gpu.Snapshot(), facts.variables, torch_uuids=facts.torch.uuids if facts.torch else None
+    )
+
+
+def num_ranks(facts: Facts) -> int:
+    """Ranks planned on this machine: as asked for, else one per visible GPU, else 2."""
+    return facts.ranks or len(seen_by_cuda(facts).devices) or 2
+
+
+def outside_address(facts: Facts) -> str | None:
+    """The address under which other machines reach this one (for MASTER_ADDR), None if there is none.
+
+    Never a loopback address: a host's own name often resolves to 127.0.1.1, which means another machine to each.
+    """
+    by_name = [a for a in facts.hostname_addresses or () if reachable(a)]
+    listed = [a for name, found in (facts.addresses or {}).items() if not name.startswith(_BRIDGES) for a in found]
+    usable = [a for a in listed if reachable(a)]
+    known = [a for a in by_name if a in usable] or usable or by_name
+    return min(known, key=lambda a: ":" in a, default=None)
+
+
+def reachable(address: str) -> bool:
+    """Whether another machine can mean this one by an address."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return not (found.is_loopback or found.is_link_local or found.is_unspecified)
+
+
 # ---- gathering
 
 
 def gather_gpus() -> Facts:
     """The GPUs of this machine and what lies between them: the part of `gather` that asks no other process."""
-    machine, snapshot = Machine(), gpu.snapshot(processes=False)
+    return _gpus(Machine(), gpu.snapshot(processes=False))
+
+
+def _gpus(machine: Machine, snapshot: gpu.Snapshot) -> Facts:
     buses = {d.index: machine.pci(d.pci) for d in snapshot.devices if d.pci}
+    folders = list(buses.values())
     health = tuple(_health(d, machine, buses.get(d.index)) for d in snapshot.devices)
-    return Facts(gpus=snapshot, links=gpu.links(), health=health)
+    return Facts(
+        gpus=snapshot, links=gpu.links(), health=health, iommu=machine.iommu(folders), acs=machine.acs(folders)
+    )
 
 
 def gather(*, nodes: int = 1, ranks: int | None = None, folder: Path | None = None) -> Facts:
@@ -258,32 +240,25 @@ def gather(*, nodes: int = 1, ranks: int | None = None, folder: Path | None = No
     folder
         The notebook's folder, where files may hide modules; None: the current one.
     """
-    machine = Machine()
+    machine, own, allowed = Machine(), psutil.Process(), os.sched_getaffinity(0)
     with _Probe() as probe:
-        snapshot = gpu.snapshot()
-        buses = {d.index: machine.pci(d.pci) for d in snapshot.devices if d.pci}
         shm = machine.shm()
-        own = psutil.Process()
-        facts = Facts(
+        facts = dataclasses.replace(
+            _gpus(machine, gpu.snapshot()),
             nodes=nodes,
             ranks=ranks,
             system=f"{platform.system()} {platform.release()}, {platform.machine()}",
             python=platform.python_version(),
             packages=_versions(_PACKAGES),
             labextensions=_labextensions(),
-            nccl_package=next((v for n, v in _versions(("nvidia-nccl-cu13", "nvidia-nccl-cu12")).items()), None),
-            gpus=snapshot,
-            health=tuple(_health(d, machine, buses.get(d.index)) for d in snapshot.devices),
-            links=gpu.links(),
+            nccl_package=next(iter(_versions(("nvidia-nccl-cu13", "nvidia-nccl-cu12")).values()), None),
             pci_gpus=machine.pci_gpus(),
             own_pids=tuple(sorted({own.pid, *(c.pid for c in own.children(recursive=True))} - {probe.pid})),
             variables={k: v for k, v in sorted(os.environ.items()) if _VARIABLES.fullmatch(k)},
             container=machine.container(),
-            iommu=machine.iommu(list(buses.values())),
-            acs=machine.acs(list(buses.values())),
-            numa_cpus=machine.numa_cpus(os.sched_getaffinity(0)),
+            numa_cpus=machine.numa_cpus(allowed),
             cpus=os.cpu_count(),
-            cpus_allowed=len(os.sched_getaffinity(0)),
+            cpus_allowed=len(allowed),
             cpu_quota=machine.cpu_quota(),
             memory_bytes=psutil.virtual_memory().total,
             memory_limit_bytes=machine.memory_limit(),
@@ -295,14 +270,10 @@ def gather(*, nodes: int = 1, ranks: int | None = None, folder: Path | None = No
             addresses=_addresses(),
             shadows=_shadows(folder or Path.cwd()),
         )
-        answer = probe.answer()
-    return dataclasses.replace(facts, torch=_build(Torch, answer.get("torch", {}), "torch"), **_host(answer))
-
-
-def _host(answer: Mapping[str, Any]) -> dict[str, Any]:
-    host = answer.get("host", {})
-    found = host.get("hostname_addresses")
-    return {"hostname": host.get("hostname"), "hostname_addresses": None if found is None else tuple(found)}
+        told = _build(Facts, probe.answer(), "torch's answer")
+    return dataclasses.replace(
+        facts, torch=told.torch, hostname=told.hostname, hostname_addresses=told.hostname_addresses
+    )
 
 
 class _Probe:
@@ -337,13 +308,8 @@ class _Probe:
 
 
 def _versions(names: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    installed = {name: list(metadata.distributions(name=name)) for name in names}
+    return {name: found[0].version for name, found in installed.items() if found}
 
 
 def _labextensions() -> tuple[str, ...]:
@@ -375,17 +341,10 @@ def _addresses() -> dict[str, tuple[str, ...]]:
 def _shadows(folder: Path) -> tuple[str, ...]:
     """Files and packages in the notebook's folder (first in its search path) named like modules that are needed."""
     # Built-in modules cannot be hidden, and nobody needs the others taken out here.
-    standard = (
-        sys.stdlib_module_names - set(sys.builtin_module_names) - {"test", "this", "antigravity", "turtle", "idlelib"}
-    )
-    names = _WATCHED_NAMES | standard
-    try:
-        entries = sorted(folder.iterdir())
-    except OSError:
-        return ()
+    names = _WATCHED_NAMES | sys.stdlib_module_names - set(sys.builtin_module_names) - {"test", "this", "turtle"}
     return tuple(
         str(e)
-        for e in entries
+        for e in (sorted(folder.iterdir()) if folder.is_dir() else ())
         if (e.suffix == ".py" and e.stem in names) or (e.name in names and (e / "__init__.py").is_file())
         if not (e.name == "nbdist" and (e / "doctor").is_dir())  # the source tree itself
     )
@@ -401,24 +360,24 @@ def _health(device: gpu.Device, machine: Machine, bus: Path | None) -> Health:
     except Exception:  # no NVML any more: everything stays unknown
         return Health(index=device.index, **found)
 
-    def ask(name: str, question: Any) -> None:
-        try:
-            found[name] = question()
-        except Exception:  # not supported here
-            found[name] = None
-
-    uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    ask("ecc_errors", lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, volatile)))
-
     def field_value(number: int) -> int:
         (value,) = nvml.nvmlDeviceGetFieldValues(handle, [number])
         if value.nvmlReturn != nvml.NVML_SUCCESS:
             raise nvml.NVMLError(value.nvmlReturn)
         return int(value.value.uiVal)
 
-    ask("remap_pending", lambda: bool(field_value(nvml.NVML_FI_DEV_REMAPPED_PENDING)))
-    ask("remap_failed", lambda: bool(field_value(nvml.NVML_FI_DEV_REMAPPED_FAILURE)))
+    uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     modes = {0: "Default", 2: "Prohibited", 3: "Exclusive_Process"}
-    ask("compute_mode", lambda: modes.get(nvml.nvmlDeviceGetComputeMode(handle)))
-    ask("nvlink_version", lambda: int(nvml.nvmlDeviceGetNvLinkVersion(handle, 0)))
+    questions: dict[str, Callable[[], Any]] = {
+        "ecc_errors": lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, volatile)),
+        "remap_pending": lambda: bool(field_value(nvml.NVML_FI_DEV_REMAPPED_PENDING)),
+        "remap_failed": lambda: bool(field_value(nvml.NVML_FI_DEV_REMAPPED_FAILURE)),
+        "compute_mode": lambda: modes.get(nvml.nvmlDeviceGetComputeMode(handle)),
+        "nvlink_version": lambda: int(nvml.nvmlDeviceGetNvLinkVersion(handle, 0)),
+    }
+    for name, question in questions.items():
+        try:
+            found[name] = question()
+        except Exception:  # not supported here
+            found[name] = None
     return Health(index=device.index, **found)

@@ -1,20 +1,24 @@
-"""What a check says: a verdict, the fact, what it matters for, the remedy."""
+"""What a check says, and how findings and tables are drawn: as text, and as HTML."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-__all__ = ["VERDICTS", "Finding", "Verdict", "fail", "html_of", "info", "lines_of", "ok", "skipped", "warn", "worst"]
+__all__ = [
+    "VERDICTS", "Finding", "Verdict", "counted", "html_of", "html_table", "size_text", "text_of", "text_table", "worst",
+]  # fmt: skip
 
-Verdict = Literal["ok", "skipped", "info", "warn", "fail"]
+Verdict = Literal["fail", "warn", "info", "skipped", "ok"]
 
-VERDICTS: tuple[Verdict, ...] = ("ok", "skipped", "info", "warn", "fail")  # mildest first
+VERDICTS: tuple[Verdict, ...] = ("fail", "warn", "info", "skipped", "ok")  # most serious first
+_FOLDED = ("skipped", "ok")
+_COLORS: dict[Verdict, str] = {"fail": "#da3633", "warn": "#d29922", "info": "#388bfd"}  # beside words, never alone
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """The outcome of one check.
 
@@ -24,12 +28,8 @@ class Finding:
         What was looked at, in a few words: ``shared memory``.
     verdict
         ``ok``, ``skipped`` (nothing to judge here), ``info``, ``warn`` (slow or fragile), ``fail`` (will not work).
-    fact
-        What was found, in one line.
-    matters
-        What it matters for, in one line; empty for ``ok`` and ``skipped``.
-    remedy
-        What to do, in one line; empty where nothing needs doing.
+    fact, matters, remedy
+        What was found, what it matters for, what to do: one line each; the last two are empty where all is well.
     """
 
     name: str
@@ -39,81 +39,74 @@ class Finding:
     remedy: str = ""
 
 
-def ok(name: str, fact: str) -> Finding:
-    """All is well."""
-    return Finding(name=name, verdict="ok", fact=fact)
-
-
-def skipped(name: str, fact: str) -> Finding:
-    """There is nothing to judge."""
-    return Finding(name=name, verdict="skipped", fact=fact)
-
-
-def info(name: str, fact: str, matters: str = "", remedy: str = "") -> Finding:
-    """Worth knowing."""
-    return Finding(name=name, verdict="info", fact=fact, matters=matters, remedy=remedy)
-
-
-def warn(name: str, fact: str, matters: str = "", remedy: str = "") -> Finding:
-    """Slow or fragile."""
-    return Finding(name=name, verdict="warn", fact=fact, matters=matters, remedy=remedy)
-
-
-def fail(name: str, fact: str, matters: str = "", remedy: str = "") -> Finding:
-    """Will not work."""
-    return Finding(name=name, verdict="fail", fact=fact, matters=matters, remedy=remedy)
-
-
 def worst(findings: Iterable[Finding]) -> Verdict:
     """Return the most serious verdict, ``ok`` when there is none."""
-    return max((f.verdict for f in findings), key=VERDICTS.index, default="ok")
+    return min((f.verdict for f in findings), key=VERDICTS.index, default="ok")
 
 
-def lines_of(findings: Sequence[Finding], *, folded: bool = True) -> list[str]:
-    """Draw findings as text, most serious first.
-
-    Parameters
-    ----------
-    folded
-        Put the names of all that is well into one line, instead of one line for each fact.
-    """
+def text_of(findings: Sequence[Finding], *, folded: bool = True) -> str:
+    """Draw findings as text, most serious first; ``folded``: all that is well in one line."""
     lines = []
-    for verdict in reversed(VERDICTS):
+    for verdict in VERDICTS:
         each = [f for f in findings if f.verdict == verdict]
-        if verdict in ("ok", "skipped") and folded:
+        if folded and each and verdict in _FOLDED:
             names = [f.name if verdict == "ok" else f"{f.name} ({f.fact})" for f in each]
-            lines += [f"{verdict:7}  {', '.join(dict.fromkeys(names))}"] if names else []
+            lines.append(f"{verdict:7}  {', '.join(dict.fromkeys(names))}")
             continue
         for f in each:
-            lines.append(f"{verdict if verdict in ('ok', 'skipped') else verdict.upper():7}  {f.name}: {f.fact}")
+            lines.append(f"{verdict if verdict in _FOLDED else verdict.upper():7}  {f.name}: {f.fact}")
             lines += [f"{'':9}{label}: {text}" for label, text in (("why", f.matters), ("do", f.remedy)) if text]
-    return lines
-
-
-_MARKS: dict[Verdict, str] = {
-    "fail": "218,54,51",
-    "warn": "210,153,34",
-    "info": "56,139,253",
-}  # beside words, never alone
+    return "\n".join(lines)
 
 
 def html_of(findings: Sequence[Finding]) -> str:
-    """Draw findings as HTML, in the order and with the folding of `lines_of`; readable on light and dark ground."""
-    rows = []
-    for verdict in reversed(VERDICTS[2:]):
-        for f in findings:
-            if f.verdict == verdict:
-                more = "".join(
-                    f"<div style='opacity:.8'>{escape(text)}</div>" for text in (f.matters, f.remedy) if text
-                )
-                rows.append(
-                    f"<div style='border-left:4px solid rgb({_MARKS[verdict]});padding:2px 8px;margin:4px 0'>"
-                    f"<b>{verdict.upper()}</b> {escape(f.name)}: {escape(f.fact)}{more}</div>"
-                )
-    for verdict in ("ok", "skipped"):
+    """Draw findings as HTML, in the order of `text_of`; readable on light and dark ground."""
+    parts = []
+    for verdict in VERDICTS:
         each = [f for f in findings if f.verdict == verdict]
-        if each:
+        if each and verdict in _FOLDED:
             items = "".join(f"<li>{escape(f.name)}: {escape(f.fact)}</li>" for f in each)
-            names = ", ".join(dict.fromkeys(escape(f.name) for f in each))
-            rows.append(f"<details><summary>{verdict}: {names}</summary><ul>{items}</ul></details>")
-    return "".join(rows)
+            names = escape(", ".join(dict.fromkeys(f.name for f in each)))
+            parts.append(f"<details><summary>{verdict}: {names}</summary><ul>{items}</ul></details>")
+            continue
+        for f in each:
+            more = "".join(f"<div style='opacity:.8'>{escape(text)}</div>" for text in (f.matters, f.remedy) if text)
+            parts.append(
+                f"<div style='border-left:4px solid {_COLORS[verdict]};padding:2px 8px;margin:4px 0'>"
+                f"<b>{verdict.upper()}</b> {escape(f.name)}: {escape(f.fact)}{more}</div>"
+            )
+    return "".join(parts)
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Draw rows as lines, the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def html_table(rows: Sequence[Sequence[str]], colors: Mapping[str, str] | None = None) -> str:
+    """Draw rows, of which the first is the head; ``colors``: grounds of cells, by their text."""
+
+    def cell(text: str) -> str:
+        color = (colors or {}).get(text)
+        return f"<td style='background:{color}'>{escape(text)}</td>" if color else f"<td>{escape(text)}</td>"
+
+    head = "".join(f"<th>{escape(text)}</th>" for text in rows[0])
+    body = "".join(f"<tr><th>{escape(row[0])}</th>{''.join(map(cell, row[1:]))}</tr>" for row in rows[1:])
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def size_text(num_bytes: int) -> str:
+    """``64 MiB``, ``4 GiB``, ``21.5 GiB``."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 1 << power:
+            return f"{round(num_bytes / (1 << power), 1):g} {unit}"
+    return f"{num_bytes} B"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 GPU``, ``4 GPUs``."""
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")

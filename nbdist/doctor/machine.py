@@ -16,53 +16,43 @@ _ACS, _ACS_REDIRECTS = 0x000D, 0b1100  # PCI Express extended capability; its P2
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a number near 2**63 for no limit
 
 
-class Machine:
-    """Reads a machine's files; everything that cannot be read is None.
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None
 
-    Parameters
-    ----------
-    root
-        Where its file system begins; tests put a made-up one there.
-    """
+
+def _number(path: Path) -> float | None:
+    match = re.match(r"-?[\d.]+", _text(path) or "")
+    return float(match[0]) if match else None
+
+
+def _entries(path: Path) -> list[Path]:
+    return sorted(path.iterdir()) if path.is_dir() else []
+
+
+class Machine:
+    """Reads a machine's files; everything that cannot be read is None. ``root``: where its file system begins."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
-
-    def _text(self, path: str | Path) -> str | None:
-        try:
-            return (self._root / str(path).lstrip("/")).read_text(errors="replace").strip()
-        except OSError:
-            return None
-
-    def _entries(self, path: str) -> list[Path]:
-        try:
-            return sorted((self._root / path.lstrip("/")).iterdir())
-        except OSError:
-            return []
 
     # ---- limits
 
     def _cgroup(self, controller: str, name: str) -> list[str]:
         """The values of a file in this process's control group and in all above it."""
         values = []
-        for line in (self._text("/proc/self/cgroup") or "").splitlines():
-            if line.count(":") < 2:
+        for line in (_text(self._root / "proc/self/cgroup") or "").splitlines():
+            _, _, rest = line.partition(":")
+            controllers, _, path = rest.partition(":")
+            if controllers and controller not in controllers.split(","):
                 continue
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                bases = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
-            elif controller in controllers.split(","):
-                bases = [f"/sys/fs/cgroup/{controller}", f"/sys/fs/cgroup/{controllers}"]
-            else:
-                continue
-            for base in bases:
-                place = Path(path)
-                for folder in (place, *place.parents):
-                    # In a container the path may be the host's; its own limits then stand at the top.
-                    text = self._text(f"{base}/{str(folder).strip('/')}/{name}")
-                    if text is not None:
-                        values.append(text)
-        return values
+            # In a container the path may be the host's; its own limits then stand at the top.
+            for base in (controller, controllers) if controllers else ("", "unified"):
+                for folder in (Path(path), *Path(path).parents):
+                    values.append(_text(self._root / "sys/fs/cgroup" / base / str(folder).strip("/") / name))
+        return [v for v in values if v is not None]
 
     def memory_limit(self) -> int | None:
         """Bytes of memory this control group may use; None: no limit is set."""
@@ -71,16 +61,11 @@ class Machine:
 
     def cpu_quota(self) -> float | None:
         """CPU time this control group may use, as a number of CPUs; None: no limit is set."""
-        quotas = []
-        for text in self._cgroup("cpu", "cpu.max"):
-            quota, _, period = text.partition(" ")
-            if quota.isdigit() and period.isdigit() and int(period):
-                quotas.append(int(quota) / int(period))
-        periods = self._cgroup("cpu", "cpu.cfs_period_us")
-        for quota, period in zip(self._cgroup("cpu", "cpu.cfs_quota_us"), periods, strict=False):
-            if quota.isdigit() and period.isdigit() and int(period):
-                quotas.append(int(quota) / int(period))
-        return min(quotas, default=None)
+        quotas, periods = self._cgroup("cpu", "cpu.cfs_quota_us"), self._cgroup("cpu", "cpu.cfs_period_us")
+        pairs = [text.split() for text in self._cgroup("cpu", "cpu.max")]
+        pairs += [list(pair) for pair in zip(quotas, periods, strict=False)]
+        known = [pair for pair in pairs if len(pair) == 2 and pair[0].isdigit() and pair[1].isdigit()]
+        return min((int(quota) / int(period) for quota, period in known if int(period)), default=None)
 
     def pids_limit(self) -> int | None:
         """Processes and threads this control group may have, -1: unlimited."""
@@ -95,40 +80,32 @@ class Machine:
             return None
         return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
 
-    def container(self) -> str | None:
+    def container(self) -> str:
         """The kind of container this is, ``none`` if it is none."""
         if os.environ.get("KUBERNETES_SERVICE_HOST"):
             return "kubernetes"
-        if (self._root / ".dockerenv").exists():
-            return "docker"
-        if (self._root / "run/.containerenv").exists():
-            return "podman"
-        if (self._root / ".singularity.d").exists():
-            return "apptainer"
-        told = self._text("/run/systemd/container")
-        above = re.search(r"(docker|kubepods|containerd|libpod|lxc)", self._text("/proc/1/cgroup") or "")
-        return told or (above[1] if above else "none")
+        marks = {".dockerenv": "docker", "run/.containerenv": "podman", ".singularity.d": "apptainer"}
+        marked = next((kind for mark, kind in marks.items() if (self._root / mark).exists()), None)
+        above = re.search("docker|kubepods|containerd|libpod|lxc", _text(self._root / "proc/1/cgroup") or "")
+        return marked or _text(self._root / "run/systemd/container") or (above[0] if above else "none")
 
     def numa_cpus(self, allowed: Iterable[int]) -> dict[str, int]:
         """By memory node, how many of the allowed CPUs it has."""
-        usable = set(allowed)
-        found = {}
-        for entry in self._entries("/sys/devices/system/node"):
-            if re.fullmatch(r"node\d+", entry.name) and (text := self._text(f"{_inside(entry, self._root)}/cpulist")):
-                found[entry.name[4:]] = len(usable & set(_numbers(text)))
+        usable, found = set(allowed), {}
+        for entry in _entries(self._root / "sys/devices/system/node"):
+            if re.fullmatch(r"node\d+", entry.name) and (text := _text(entry / "cpulist")):
+                ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
+                cpus = {n for first, last in ranges for n in range(int(first), int(last or first) + 1)}
+                found[entry.name[4:]] = len(usable & cpus)
         return found
 
     # ---- the PCI bus
 
     def pci_gpus(self) -> int | None:
         """NVIDIA display devices on the bus, with or without a driver."""
-        devices = self._entries("/sys/bus/pci/devices")
-        if not devices:
-            return None
-        here = [_inside(d, self._root) for d in devices]
-        return sum(
-            self._text(f"{d}/vendor") == _NVIDIA and (self._text(f"{d}/class") or "").startswith(_DISPLAY) for d in here
-        )
+        devices = _entries(self._root / "sys/bus/pci/devices")
+        found = [_text(d / "vendor") == _NVIDIA and (_text(d / "class") or "").startswith(_DISPLAY) for d in devices]
+        return sum(found) if devices else None
 
     def pci(self, bus_id: str) -> Path | None:
         """The kernel's folder of a device that NVML names, e.g. ``00000000:17:00.0``."""
@@ -139,38 +116,27 @@ class Machine:
     def pcie(self, folder: Path) -> dict[str, Any]:
         """Lanes, speed and memory node of a device; the slot above it may have fewer than the card."""
 
-        def number(path: Path, name: str) -> float | None:
-            try:
-                match = re.match(r"[\d.]+", (path / name).read_text())
-            except OSError:
-                return None
-            return float(match[0]) if match and float(match[0]) > 0 else None
+        def least(name: str, *folders: Path) -> float | None:
+            known = [_number(f / name) for f in folders]
+            return min((n for n in known if n and 0 < n < 255), default=None)  # 255: not known
 
-        def both(name: str) -> float | None:
-            return min((v for v in (number(folder, name), number(folder.parent, name)) if v), default=None)
-
-        width, lanes, node = number(folder, "current_link_width"), both("max_link_width"), number(folder, "numa_node")
-        text = self._text(_inside(folder / "numa_node", self._root))
+        width, lanes = least("current_link_width", folder), least("max_link_width", folder, folder.parent)
+        node = _number(folder / "numa_node")
         return {
-            "pcie_width": int(width) if width and width < 255 else None,
-            "pcie_width_max": int(lanes) if lanes and lanes < 255 else None,
-            "pcie_gt_s": both("max_link_speed"),
-            "numa_node": 0 if text == "0" else None if node is None else int(node),
+            "pcie_width": width and int(width),
+            "pcie_width_max": lanes and int(lanes),
+            "pcie_gt_s": least("max_link_speed", folder, folder.parent),
+            "numa_node": None if node is None or node < 0 else int(node),
         }
 
     def iommu(self, folders: Sequence[Path | None]) -> str | None:
         """Whether an IOMMU translates what the devices send; None without devices."""
         kinds = set()
-        for folder in filter(None, folders):
-            group = folder / "iommu_group"
+        for group in (f / "iommu_group" for f in folders if f):
             if not group.exists():
                 kinds.add("off")
-                continue
-            try:
-                kind = (group / "type").read_text().strip()
-            except OSError:
-                continue
-            kinds.add("passthrough" if kind == "identity" else "translated")
+            elif kind := _text(group / "type"):
+                kinds.add("passthrough" if kind == "identity" else "translated")
         return next((k for k in ("translated", "passthrough", "off") if k in kinds), None)
 
     def acs(self, folders: Sequence[Path | None]) -> bool | None:
@@ -178,19 +144,6 @@ class Machine:
         bridges = {p for f in folders if f for p in f.parents if re.fullmatch(r"[0-9a-f]{4}:[0-9a-f:.]+", p.name)}
         answers = [a for b in bridges if (a := _redirects(b / "config")) is not None]
         return any(answers) if answers else None
-
-
-def _inside(path: Path, root: Path) -> str:
-    """A path as it is named inside the root."""
-    return "/" + os.path.relpath(path, root)
-
-
-def _numbers(text: str) -> Iterable[int]:
-    """``0-3,8`` as numbers."""
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit():
-            yield from range(int(first), int(last or first) + 1)
 
 
 def _redirects(config: Path) -> bool | None:

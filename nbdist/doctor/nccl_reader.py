@@ -23,11 +23,121 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 
-from nbdist.doctor.nccl_model import Communicator, Link, Member, NcclLog, Transport
+__all__ = ["Communicator", "Link", "Member", "NcclLog", "Reader", "Transport"]
 
-__all__ = ["Reader"]
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Transport:
+    """One way NCCL moves data between two ranks.
+
+    Attributes
+    ----------
+    kind
+        ``P2P``, ``SHM`` (through host memory), ``NET/IB``, ``NET/Socket``, ``NET/other`` (a plugin of any other name),
+        ``COLLNET`` or ``other``.
+    name
+        What NCCL calls it: ``IPC``, ``CUMEM``, ``direct pointer``, ``IBext_v8``, ``AWS Libfabric``, ...
+    gdr
+        The network card reads and writes GPU memory itself (GPUDirect RDMA).
+    flags
+        Further marks: ``read``, ``CE`` (copy engine), ``shared`` (buffers).
+    """
+
+    kind: str
+    name: str = ""
+    gdr: bool = False
+    flags: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Short form for a matrix: ``P2P/CUMEM``, ``NET/IB+GDR``."""
+        name = "direct" if self.name == "direct pointer" else self.name
+        return "/".join(filter(None, (self.kind.split("/")[0], name))) + "+GDR" * self.gdr
+
+
+@dataclass(slots=True, kw_only=True)
+class Link:
+    """What connects two ranks of one communicator, both directions together."""
+
+    transports: set[Transport] = field(default_factory=set)
+    indices: set[int] = field(default_factory=set)  # connection indices; {1}: for send/recv only
+    devices: set[int] = field(default_factory=set)  # network devices
+    proxies: set[int] = field(default_factory=set)  # ranks whose network card is used instead of one's own (PXN)
+
+    @property
+    def label(self) -> str:
+        """The transports' short forms, one behind another."""
+        return " ".join(sorted({t.label for t in self.transports}))
+
+    @property
+    def kinds(self) -> set[str]:
+        """The transports' kinds."""
+        return {t.kind for t in self.transports}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One rank of a communicator, as its own process printed it."""
+
+    rank: int
+    host: str
+    pid: int
+    cuda_device: int | None = None
+    nvml_device: int | None = None
+    bus_id: str | None = None
+
+    @property
+    def gpu(self) -> int | None:
+        """Number of the GPU on its host: NVML's where printed, else CUDA's."""
+        return self.cuda_device if self.nvml_device is None else self.nvml_device
+
+    def sits_at(self, bracket: str) -> bool:
+        """Whether a number in brackets can mean this member's GPU; an unknown GPU can be any."""
+        known = (self.bus_id, self.nvml_device, self.cuda_device)
+        return bracket in map(str, known) or known == (None, None, None)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Communicator:
+    """One NCCL communicator: its ranks are numbered on their own, from 0."""
+
+    number: int = 0
+    size: int
+    parent: Communicator | None = None
+    color: int | None = None
+    identified: bool = True  # False: put together from connection lines alone
+    members: dict[int, Member] = field(default_factory=dict)
+    links: dict[tuple[int, int], Link] = field(default_factory=dict)
+    rings_connected: bool = False
+    unfinished: int = 0  # ranks that began their initialisation and did not say that they finished it
+
+    def unconnected(self, a: int, b: int) -> str:
+        """Say why a pair without a link has none."""
+        if not self.identified:
+            return "no connection seen"
+        if a not in self.members and b not in self.members:
+            return "not in this log"
+        if self.unfinished:
+            return "not connected: initialisation did not finish"
+        return "not directly connected" if self.rings_connected else "no connection seen yet"
+
+
+@dataclass(slots=True, kw_only=True)
+class NcclLog:
+    """What one or more logs say, before any judgement."""
+
+    num_nccl_lines: int = 0
+    blank: bool = True
+    versions: list[str] = field(default_factory=list)  # 2.27.7+cuda12.9; usually one
+    variables: dict[str, list[str]] = field(default_factory=dict)  # NCCL's, as the environment sets them
+    interfaces: list[str] = field(default_factory=list)  # of NET/Socket
+    no_ib: str | None = None  # NCCL's own words when it found no InfiniBand
+    nvls: bool | None = None  # NVLink SHARP multicast is available; None: not said
+    warnings: dict[str, set[tuple[str, int]]] = field(default_factory=dict)  # each once, with who printed it
+    communicators: list[Communicator] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +200,7 @@ class _Process:
     open: dict[int, _Part] = field(default_factory=dict)  # by thread: between START and COMPLETE
     # By thread: lines whose communicator is not known yet, with the number of parts there were.
     pending: defaultdict[int, dict[tuple[_Connection, int], None]] = field(default_factory=lambda: defaultdict(dict))
-    pending_rings: set[int] = field(
-        default_factory=set
-    )  # threads that said "Connected all rings" outside START..COMPLETE
+    pending_rings: set[int] = field(default_factory=set)  # threads that said so outside START..COMPLETE
 
     def owners(self, lines: list[_Connection], count: int) -> list[_Part | None]:
         """Whose lines these are, which one thread printed while there were `count` parts: of one part, if that can be.
@@ -116,17 +224,7 @@ _ANSI = re.compile(rb"\x1b\[[0-9;?]{0,20}[ -/]?[@-~]?")
 _HEAD = re.compile(
     rb"([\w.-]{1,255}):(\d{1,9}):(\d{1,9}) \[-?\d{1,5}\] ?(?:[^\s:]{1,200}:\d{1,7} ?(?:\([^\s()]{1,200}\) ?)?)?$"
 )
-_STARTS = (
-    b"Channel ",
-    b"comm ",
-    b"nccl",
-    b"NCCL",
-    b"Using ",
-    b"NET/",
-    b"NVLS ",
-    b"Connected ",
-    b"Failed to open libib",
-)
+_STARTS = (b"Channel ", b"comm ", b"nccl", b"NCCL", b"NET/", b"NVLS ", b"Connected ", b"Failed to open libib")
 _CHANNEL = re.compile(
     r"Channel \d{1,6}(?:/(\d{1,6}))? : (\d{1,7})\[([0-9a-f]{1,16})\] -> (\d{1,7})\[([0-9a-f]{1,16})\]"
     r" (?:\[(send|receive)\] )?via (\S.*)"
@@ -155,20 +253,23 @@ _MANY = 1000  # distinct warnings, values and names kept
 def _transport(via: str) -> tuple[Transport, int | None, int | None]:
     """Understand what stands behind ``via``: transport, network device, proxy rank."""
     if m := _P2P.match(via):
-        flags = tuple(flag for flag, found in (("read", m[2]), ("CE", m[3])) if found)
+        flags = tuple(flag.strip("/") for flag in m.groups()[1:] if flag)
         return Transport(kind="P2P", name=m[1], flags=flags), None, None
     if via.startswith(("SHM", "direct shared memory")):
         return Transport(kind="SHM"), None, None
     if m := _NET.match(via):
-        if m[1] == "COLLNET":
-            kind = "COLLNET"
-        elif re.match(r"IB(?:ext)?(?:_v\d+)?$", m[2]):
-            kind = "NET/IB"
-        else:
-            kind = "NET/Socket" if m[2] == "Socket" else "NET/other"
+        known = "NET/IB" if re.match(r"IB(?:ext)?(?:_v\d+)?$", m[2]) else "NET/other"
+        kind = m[1] if m[1] == "COLLNET" else "NET/Socket" if m[2] == "Socket" else known
         transport = Transport(kind=kind, name=m[2], gdr=bool(m[5]), flags=("shared",) if m[6] else ())
         return transport, int(m[3]), int(m[4]) if m[4] else None
     return Transport(kind="other", name=via.split()[0][:40]), None, None
+
+
+def _connection(body: bytes) -> _Connection | None:
+    m = _CHANNEL.match(_text(body))
+    if m is None or m[2] == m[4]:
+        return None
+    return _Connection(int(m[1] or 0), int(m[2]), m[3], int(m[4]), m[5], m[6] == "receive", *_transport(m[7]))
 
 
 def _number(text: str | None) -> int | None:
@@ -186,34 +287,29 @@ class Reader:
     def __init__(self) -> None:
         self._log = NcclLog()
         self._processes: dict[tuple[str, int], _Process] = {}
-        self._heads: dict[bytes, tuple[_Process, int] | None] = {}
-        self._channels: dict[bytes, _Connection | None] = {}
         self._families: defaultdict[tuple[object, ...], list[Communicator]] = defaultdict(list)
+        # Prefixes and connection lines come again and again, with every channel and every run.
+        self._source = lru_cache(_CACHE)(self._find_source)
+        self._connection = lru_cache(_CACHE)(_connection)
 
     def feed(self, lines: Iterable[bytes]) -> None:
         """Read lines, in the order they were written."""
-        log, heads = self._log, self._heads
         for line in lines:
             raw = _ANSI.sub(b"", line) if b"\x1b" in line else line
             at = raw.find(b"NCCL ")
             if at < 0 or not raw.startswith(b"INFO ", at + 5) or raw.find(b"NCCL ", at + 10) >= 0:
                 self._unusual(raw)
                 continue
-            log.num_nccl_lines += 1
-            head = raw[at - _HEAD_BYTES if at > _HEAD_BYTES else 0 : at]
-            self._info(heads[head] if head in heads else self._learn(head), raw[at + 10 :])
+            self._log.num_nccl_lines += 1
+            self._info(self._source(raw[max(at - _HEAD_BYTES, 0) : at]), raw[at + 10 :])
 
-    def _learn(self, head: bytes) -> tuple[_Process, int] | None:
+    def _find_source(self, head: bytes) -> tuple[_Process, int] | None:
         """Find out which process and thread writes behind this prefix."""
-        if len(self._heads) > _CACHE:
-            self._heads.clear()
         found = _HEAD.search(head)
-        self._heads[head] = None
-        if found:
-            host, pid = found[1].decode(), int(found[2])
-            process = self._processes.setdefault((host, pid), _Process(host, pid))
-            self._heads[head] = process, int(found[3])
-        return self._heads[head]
+        if found is None:
+            return None
+        host, pid = found[1].decode(), int(found[2])
+        return self._processes.setdefault((host, pid), _Process(host, pid)), int(found[3])
 
     def _unusual(self, raw: bytes) -> None:
         """A line with no mark, with a warning, or with more than one mark (two processes wrote into it)."""
@@ -227,7 +323,7 @@ class Reader:
         start = 0
         for mark, after in zip(marks, [*marks[1:], None], strict=True):
             head = raw[max(start, mark.start() - _HEAD_BYTES) : mark.start()]
-            source = self._heads[head] if head in self._heads else self._learn(head)
+            source = self._source(head)
             body = raw[mark.end() : after.start() if after else len(raw)]
             if after and (next_head := _HEAD.search(body[-_HEAD_BYTES:])):
                 # "...via P2P/CUMEMnode1:12:34 [0]": the next line's host begins where a known one does.
@@ -259,13 +355,11 @@ class Reader:
     def _info(self, source: tuple[_Process, int] | None, body: bytes) -> None:
         if not body.startswith(_STARTS):
             return
-        log = self._log
-        if body.startswith(b"Channel "):
-            if source is not None:
-                self._connection(*source, body)
-            return
-        text = _text(body)
-        if m := _INIT.search(text):
+        log, text = self._log, "" if body.startswith(b"Channel ") else _text(body)
+        if not text:
+            if source is not None and (line := self._connection(body)) is not None:
+                self._connected(*source, line)
+        elif m := _INIT.search(text):
             if source is not None:
                 self._init(m, *source)
         elif text.startswith("Connected all rings"):
@@ -277,8 +371,6 @@ class Reader:
             self._add(log.variables.setdefault(m[1], []), m[2].removesuffix("."))
         elif m := _VERSION.search(text):
             self._version(m[1])
-        elif text.startswith("Using network "):
-            self._add(log.networks, text.removeprefix("Using network ")[:64])
         elif text.startswith("NVLS multicast support is "):
             log.nvls = bool(log.nvls) or not text.startswith("NVLS multicast support is not ")
         elif (text.startswith("NET/IB") and "No device found" in text) or text.startswith("Failed to open libib"):
@@ -292,21 +384,7 @@ class Reader:
         if value not in values and len(values) < _MANY:
             values.append(value)
 
-    def _connection(self, process: _Process, tid: int, body: bytes) -> None:
-        if body in self._channels:
-            line = self._channels[body]
-        else:
-            if len(self._channels) > _CACHE:
-                self._channels.clear()
-            line = None
-            m = _CHANNEL.match(_text(body))
-            if m and m[2] != m[4]:
-                line = _Connection(
-                    int(m[1] or 0), int(m[2]), m[3], int(m[4]), m[5], m[6] == "receive", *_transport(m[7])
-                )
-            self._channels[body] = line
-        if line is None:
-            return
+    def _connected(self, process: _Process, tid: int, line: _Connection) -> None:
         part = process.open.get(tid)
         if part is None or not part.prints(line):
             part = next((p for p in reversed(process.open.values()) if p.prints(line)), None)
@@ -325,14 +403,8 @@ class Reader:
                 process.open.pop(started).complete = True
             return  # a second START of an open one: the log holds the line twice
         more: dict[str, str] = dict(_INIT_MORE.findall(m[7]))
-        member = Member(
-            rank=rank,
-            host=process.host,
-            pid=process.pid,
-            cuda_device=_number(m[4]),
-            nvml_device=_number(m[5]),
-            bus_id=m[6],
-        )
+        gpu = {"cuda_device": _number(m[4]), "nvml_device": _number(m[5])}
+        member = Member(rank=rank, host=process.host, pid=process.pid, bus_id=m[6], **gpu)
         split = more.get("splitCount") or more.get("childCount")
         color = _number(more.get("color", "").rstrip("-"))
         part = _Part(pointer, member, size, more.get("commId"), more.get("parent"), split, color)
@@ -356,13 +428,7 @@ class Reader:
     # ---- once everything is read
 
     def finish(self) -> NcclLog:
-        """Put together what the processes said.
-
-        Returns
-        -------
-        NcclLog
-            Communicators sorted: the largest first, splits after their parents.
-        """
+        """Put together what the processes said; the largest communicators first, splits after their parents."""
         log = self._log
         log.blank = log.blank and not log.num_nccl_lines
         for process in self._processes.values():

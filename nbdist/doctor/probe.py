@@ -30,72 +30,51 @@ def ask_torch() -> dict[str, Any]:
     nccl: Any = torch.cuda.nccl
     found: dict[str, Any] = {
         "version": str(torch.__version__),
-        "path": getattr(torch, "__file__", None),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
+        "cudnn": cudnn.version() if cudnn.is_available() else None,
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "architectures": torch.cuda.get_arch_list() if torch.version.cuda else [],
     }
+    if dist.is_available() and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, nccl.version()))
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            found["nccl_library"] = next((line.split()[-1] for line in maps if "libnccl.so" in line), None)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             found["cuda_available"] = torch.cuda.is_available()
             found["device_count"] = torch.cuda.device_count()
-        except Exception as error:
-            found |= {"cuda_available": False, "device_count": 0, "cuda_error": f"{type(error).__name__}: {error}"}
-    if said and "cuda_error" not in found:
+            count = range(torch.cuda.device_count() if found["cuda_available"] else 0)
+            properties = [torch.cuda.get_device_properties(i) for i in count]
+            if properties:
+                found["uuids"] = [str(p.uuid) for p in properties]
+                found["capabilities"] = [[p.major, p.minor] for p in properties]
+                found["peers"] = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in count] for i in count]
+        except Exception as error:  # whatever CUDA raises is its answer
+            found = {"cuda_available": False, **found, "cuda_error": f"{type(error).__name__}: {error}"}
+    if said and "cuda_error" not in found and not found["cuda_available"]:
         found["cuda_error"] = str(said[0].message).split("(Triggered")[0].strip()
-    found["cudnn"] = cudnn.version() if cudnn.is_available() else None
-    available = dist.is_available()
-    found["gloo"] = available and dist.is_gloo_available()
-    found["nccl"] = None
-    if available and dist.is_nccl_available():
-        found["nccl"] = ".".join(map(str, nccl.version()))
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            found["nccl_library"] = next((line.split()[-1] for line in maps if "libnccl.so" in line), None)
-    found["architectures"] = torch.cuda.get_arch_list() if torch.version.cuda else []
-    if found["cuda_available"]:
-        found |= _devices(torch)
     return found
 
 
-def _devices(torch: Any) -> dict[str, Any]:
-    """UUIDs and capabilities of the visible devices, and which can read which one's memory."""
-    count = range(torch.cuda.device_count())
+def ask_host(answer: dict[str, Any]) -> None:
+    """Add this host's name and the addresses it resolves to, as soon as they are known."""
+    answer["hostname"] = socket.gethostname()
     try:
-        properties = [torch.cuda.get_device_properties(i) for i in count]
-        return {
-            "uuids": [str(p.uuid) for p in properties],
-            "capabilities": [[p.major, p.minor] for p in properties],
-            "peers": [[i == j or torch.cuda.can_device_access_peer(i, j) for j in count] for i in count],
-        }
-    except Exception as error:
-        return {"cuda_error": f"{type(error).__name__}: {error}"}
-
-
-def ask_host() -> dict[str, Any]:
-    """Return this host's name and the addresses it resolves to; None where that took too long."""
-    name = socket.gethostname()
-    answer: dict[str, Any] = {"hostname": name, "hostname_addresses": None}
-
-    def resolve() -> None:
-        try:
-            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            answer["hostname_addresses"] = sorted({str(a[4][0]) for a in found})
-        except OSError:
-            answer["hostname_addresses"] = []
-
-    thread = threading.Thread(target=resolve, daemon=True)
-    thread.start()
-    thread.join(_HOST_TIMEOUT_S)
-    return answer
+        found = socket.getaddrinfo(answer["hostname"], None, type=socket.SOCK_STREAM)
+        answer["hostname_addresses"] = sorted({str(a[4][0]) for a in found})
+    except OSError:
+        answer["hostname_addresses"] = []
 
 
 if __name__ == "__main__":
-    host = threading.Thread(target=lambda: results.update(ask_host()), daemon=True)
-    results: dict[str, Any] = {}
-    host.start()
+    host: dict[str, Any] = {}
+    thread = threading.Thread(target=ask_host, args=(host,), daemon=True)
+    thread.start()
     torch_says = ask_torch()
-    host.join(_HOST_TIMEOUT_S)
+    thread.join(_HOST_TIMEOUT_S)
     # What importing torch prints goes to other streams or before this line: the last line is the answer.
-    sys.stdout.write("\n" + json.dumps({"torch": torch_says, "host": dict(results)}) + "\n")
+    sys.stdout.write("\n" + json.dumps({"torch": torch_says, **host}) + "\n")
     sys.stdout.flush()
     os._exit(0)  # a name server that does not answer would keep the thread, and the process, for half a minute

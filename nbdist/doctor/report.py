@@ -12,18 +12,17 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from nbdist import __version__
-from nbdist.doctor import nccl_log
+from nbdist.doctor import nccl_log, ranks
 from nbdist.doctor.bandwidth import Bandwidth
-from nbdist.doctor.checks import check, num_ranks
-from nbdist.doctor.checks_gpu import link_table, seen_by_cuda
-from nbdist.doctor.facts import Facts, gather
-from nbdist.doctor.finding import VERDICTS, Finding, Verdict, html_of, lines_of, worst
+from nbdist.doctor.checks import check, link_table
+from nbdist.doctor.facts import Facts, gather, num_ranks, seen_by_cuda
+from nbdist.doctor.finding import VERDICTS, Finding, Verdict, html_of, text_of, worst
 from nbdist.errors import InputError
 
 __all__ = ["Diagnosis", "diagnose", "main"]
@@ -31,15 +30,7 @@ __all__ = ["Diagnosis", "diagnose", "main"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What the doctor found.
-
-    Attributes
-    ----------
-    findings
-        Of the checks, and of the pre-flight if it was run.
-    bandwidth, nccl
-        Measurements and the verdict on NCCL's logs, where asked for.
-    """
+    """What the doctor found: of the checks and the pre-flight, and, where asked for, measurements and NCCL's logs."""
 
     facts: Facts
     findings: tuple[Finding, ...]
@@ -61,23 +52,21 @@ class Diagnosis:
         """One line: how many of what."""
         counts = Counter(f.verdict for f in self.findings)
         words: dict[Verdict, str] = {"fail": "to mend", "warn": "slow or fragile", "info": "to know"}
-        said = [f"{counts[v]} {words[v]}" for v in reversed(VERDICTS) if v in words and counts[v]]
+        said = [f"{counts[v]} {words[v]}" for v in VERDICTS if v in words and counts[v]]
         return f"nbdist doctor: {', '.join(said) or 'all is well'} ({counts['ok']} checks passed)"
 
     def __str__(self) -> str:
-        blocks = ["\n".join([self.headline, *lines_of(self.findings)])]
-        if table := link_table(self.facts):
-            blocks.append("\n".join(table))
-        blocks += [str(part) for part in (self.bandwidth, self.nccl) if part is not None]
-        return "\n\n".join(blocks)
+        blocks = [f"{self.headline}\n{text_of(self.findings)}", "\n".join(link_table(self.facts))]
+        return "\n\n".join(filter(None, [*blocks, *map(str, self._measured())]))
 
     def _repr_html_(self) -> str:
-        table = link_table(self.facts)
-        parts = [f"<p><b>{escape(self.headline)}</b></p>", html_of(self.findings)]
-        if table:
-            parts.append(f"<pre>{escape(chr(10).join(table))}</pre>")
-        parts += [part._repr_html_() for part in (self.bandwidth, self.nccl) if part is not None]
+        table = "\n".join(link_table(self.facts))
+        parts = [f"<p><b>{escape(self.headline)}</b></p>{html_of(self.findings)}"]
+        parts += [f"<pre>{escape(table)}</pre>" * bool(table), *(part._repr_html_() for part in self._measured())]
         return "".join(parts)
+
+    def _measured(self) -> list[Bandwidth | nccl_log.NcclReport]:
+        return [part for part in (self.bandwidth, self.nccl) if part is not None]
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON values; the facts can be read again by `Facts.from_json`."""
@@ -139,6 +128,14 @@ def diagnose(
     )
 
 
+# Everyday words tell nobody's name, and cutting them out would spoil the text.
+_EVERYDAY = {"root", "localhost", "docker", "jupyter", "nvidia", "torch", "ubuntu", "user", "gpu", "cpu"}
+_TELLING = re.compile(r"(NCCL|GLOO|TORCH|PYTORCH|CUDA|NVIDIA|OMP|MKL)_|(LOCAL_)?(RANK|WORLD_SIZE)$|SLURM_(N|JOB_NUM)")
+_HOMES = re.compile(r"/(?:home|Users|root)(?:/[^/\s\"':,;]+)?(?=[/\s\"':,;]|$)")
+_IPV4 = re.compile(r"(?<![\d.])(?!127\.)\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
+_IPV6 = re.compile(r"(?i)(?<![\w:-])(?:[0-9a-f]{1,4}:){2,7}(?:[0-9a-f]{1,4}|:[0-9a-f:]*)")
+
+
 class _Secrets:
     """Takes names of hosts and users, home folders and addresses out of a text."""
 
@@ -148,33 +145,27 @@ class _Secrets:
             user = getpass.getuser()
         except (OSError, KeyError):  # a user id without a name
             user = ""
-        v = facts.variables
-        names = [(facts.hostname or "", "<host>"), ((facts.hostname or "").split(".")[0], "<host>"), (user, "<user>")]
-        names += [(v.get(n, ""), "<host>") for n in ("MASTER_ADDR", "SLURM_NODELIST", "SLURM_JOB_NODELIST")]
-        names += [(host, f"<host {number}>") for number, host in enumerate(sorted(hosts), 1)]
-        # Everyday words tell nobody's name, and cutting them out would spoil the text.
-        everyday = {"root", "localhost", "docker", "jupyter", "nvidia", "torch", "ubuntu", "user", "gpu", "cpu"}
-        self._names = [(n, to) for n, to in names if len(n) > 1 and n not in everyday]
+        own = facts.hostname or ""
+        told = [facts.variables.get(n, "") for n in ("MASTER_ADDR", "SLURM_NODELIST", "SLURM_JOB_NODELIST")]
+        names = {user: "<user>", **dict.fromkeys((own, own.split(".")[0], *told), "<host>")}
+        names |= {host: f"<host {number}>" for number, host in enumerate(sorted(hosts), 1)}
+        self._names = {name: to for name, to in names.items() if len(name) > 1 and name not in _EVERYDAY}
 
     def hide(self, text: str) -> str:
-        text = re.sub(r"/(?:home|Users|root)(?:/[^/\s\"':,;]+)?(?=[/\s\"':,;]|$)", "~", text)
+        text = _HOMES.sub("~", text)
         text = text.replace(str(Path.home()), "~") if str(Path.home()) != "/" else text
-        for name, to in self._names:
+        for name, to in self._names.items():
             text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", to, text)
-        text = re.sub(r"(?<![\d.])(?!127\.)\d{1,3}(?:\.\d{1,3}){3}(?![\d.])", "<address>", text)
-        return re.sub(r"(?i)(?<![\w:-])(?:[0-9a-f]{1,4}:){2,7}(?:[0-9a-f]{1,4}|:[0-9a-f:]*)", "<address>", text)
+        return _IPV6.sub("<address>", _IPV4.sub("<address>", text))
 
     def facts(self) -> dict[str, Any]:
         """The facts, without those that are nothing but names."""
         value = self._facts.to_json()
         value.pop("hostname", None)
         value.pop("own_pids", None)
-        kept = re.compile(
-            r"(NCCL|GLOO|TORCH|PYTORCH|CUDA|NVIDIA|OMP|MKL)_|(LOCAL_)?(RANK|WORLD_SIZE)$|SLURM_(N|JOB_NUM)"
-        )
-        value["variables"] = {k: v if kept.match(k) else "<set>" for k, v in value.get("variables", {}).items()}
-        if value.get("addresses"):
-            value["addresses"] = {name: [] for name in value["addresses"]}
+        value["variables"] = {k: v if _TELLING.match(k) else "<set>" for k, v in self._facts.variables.items()}
+        if self._facts.addresses:
+            value["addresses"] = {name: [] for name in self._facts.addresses}
         return {k: self._hidden(v) for k, v in value.items()}
 
     def _hidden(self, value: Any) -> Any:
@@ -195,78 +186,54 @@ def _parser() -> argparse.ArgumentParser:
         description="Is this machine, image and driver fit for distributed training, and how are its GPUs linked? "
         "Exits with 1 if something must be mended.",
     )
-    shape = parser.add_mutually_exclusive_group()
+    shape, add = parser.add_mutually_exclusive_group(), parser.add_argument
     shape.add_argument("--json", action="store_true", help="findings and facts as JSON")
     shape.add_argument("--report", action="store_true", help="text for a bug report, host and user names left out")
-    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks planned (default: one per GPU, else 2)")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines planned (default: 1)")
-    parser.add_argument("--preflight", action="store_true", help="try copies, an all-reduce and a DataLoader in ranks")
-    parser.add_argument("--bandwidth", action="store_true", help="measure all-reduce, all-gather and reduce-scatter")
-    parser.add_argument(
-        "--nccl-log",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="judge a log of NCCL_DEBUG=INFO (file or folder)",
-    )
-    parser.add_argument("--facts", type=Path, metavar="FILE", help="judge the facts of a --json or --report output")
+    add("-n", "--ranks", type=int, metavar="N", help="ranks planned (default: one per GPU, else 2)")
+    add("--nodes", type=int, default=1, metavar="N", help="machines planned (default: 1)")
+    add("--preflight", action="store_true", help="try copies, an all-reduce and a DataLoader in ranks")
+    add("--bandwidth", action="store_true", help="measure all-reduce, all-gather and reduce-scatter")
+    add("--nccl-log", action="append", default=[], metavar="FILE", help="judge a log of NCCL_DEBUG=INFO, or a folder")
+    add("--facts", type=Path, metavar="FILE", help="judge the facts of a --json or --report output")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``nbdist doctor``; returns the exit status (2: wrong arguments).
-
-    Parameters
-    ----------
-    argv
-        Words after ``nbdist doctor``; those of this process by default.
-    """
+    """Run ``nbdist doctor`` with these words; returns the exit status (2: wrong arguments)."""
     args = _parser().parse_args(argv)
+    found: Diagnosis | nccl_log.NcclReport
     try:
-        only_log = bool(args.nccl_log) and not (args.preflight or args.bandwidth or args.report or args.facts)
-        if only_log:
-            report = nccl_log.read(*args.nccl_log)
-            _write(json.dumps(report.to_json(), indent=1) if args.json else str(report))
-            return report.exit_status
-        found = diagnose(
-            nodes=args.nodes,
-            ranks=args.ranks,
-            facts=_pasted(args.facts) if args.facts else None,
-            nccl_logs=args.nccl_log,
-        )
-        if args.preflight or args.bandwidth:
+        if args.nccl_log and not (args.preflight or args.bandwidth or args.report or args.facts):
+            found = nccl_log.read(*args.nccl_log)
+        else:
+            facts = _pasted(args.facts) if args.facts else None
+            found = diagnose(nodes=args.nodes, ranks=args.ranks, facts=facts, nccl_logs=args.nccl_log)
             found = _try(found, preflight=args.preflight, bandwidth=args.bandwidth)
     except InputError as error:
         sys.stderr.write(f"nbdist doctor: {error}\n")
         return 2
-    if args.json:
-        _write(json.dumps(found.to_json(), indent=1))
+    if args.report and isinstance(found, Diagnosis):
+        text = found.report()
     else:
-        _write(found.report() if args.report else str(found))
-    return found.exit_status
-
-
-def _write(text: str) -> None:
+        text = json.dumps(found.to_json(), indent=1) if args.json else str(found)
     sys.stdout.write(text.rstrip("\n") + "\n")
+    return found.exit_status
 
 
 def _try(found: Diagnosis, *, preflight: bool, bandwidth: bool) -> Diagnosis:
     """Add what ranks of their own find and measure."""
-    from nbdist.doctor import ranks
-
-    seen = seen_by_cuda(found.facts)
-    usable = bool(seen and seen.devices and found.facts.torch and found.facts.torch.cuda_available)
-    backend, count = "nccl" if usable else "gloo", num_ranks(found.facts)
-    findings, table = list(found.findings), None
+    torch, count = found.facts.torch, num_ranks(found.facts)
+    backend = "nccl" if seen_by_cuda(found.facts).devices and torch and torch.cuda_available else "gloo"
+    findings, table = found.findings, None
     if preflight:
-        findings += [*ranks.copies(), *ranks.run_preflight(count, backend)]
+        findings += (*ranks.copies(), *ranks.run_preflight(count, backend))
     if bandwidth:
         answer = ranks.run_bandwidth(count, backend)
         if isinstance(answer, Finding):
-            findings.append(answer)
+            findings += (answer,)
         else:
             table = answer
-    return Diagnosis(facts=found.facts, findings=tuple(findings), bandwidth=table, nccl=found.nccl)
+    return replace(found, findings=findings, bandwidth=table)
 
 
 def _pasted(path: Path) -> Facts:

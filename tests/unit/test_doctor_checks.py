@@ -8,9 +8,8 @@ import pytest
 from fixtures.machines import GIB, machine, with_gpus
 
 from nbdist.doctor import gpu
-from nbdist.doctor.checks import check, explain_memory, outside_address
-from nbdist.doctor.checks_gpu import link_table
-from nbdist.doctor.facts import Facts, Health, Torch
+from nbdist.doctor.checks import check, explain_memory, link_table
+from nbdist.doctor.facts import Facts, Health, Torch, outside_address
 from nbdist.doctor.finding import Finding
 
 
