@@ -423,7 +423,7 @@ class Cluster:
         soon = cell.tick(self.members.ranks, now)
         if self._watch is not None:
             soon |= self._watch.tick(now)
-        if cell.run.history.version and cell.run not in self.runs:
+        if cell.run not in self.runs and cell.run.history.names():
             self.runs = [*self.runs, cell.run][-MAX_RUNS:]
         if self._front is not None and cell.background:
             self._front.background_tick()
