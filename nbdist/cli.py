@@ -171,6 +171,7 @@ def _execute(notebook: Path, executed: Path) -> tuple[str | None, list[dict[str,
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
         store_widget_state=False,
+        extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(notebook.parent)}},
     )
     failure: str | None = None
