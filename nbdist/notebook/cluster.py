@@ -280,6 +280,8 @@ class Cluster:
             return [f"{len(alive)} of {self.world_size} ranks, idle" if dead else f"{self.world_size} ranks, idle"]
         lines = describe(where, cell)
         if full:
+            for rank in set(alive) - where.keys():
+                lines += [f"rank {rank}:", *(f"  {line}" for line in self.members.stack_in_c(rank))]
             for rank, reply in where.items():
                 lines += [f"rank {rank}:", *(f"  {line}" for line in reply.stack)]
         return lines

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -24,6 +26,7 @@ START_TIMEOUT_S = 120.0
 RENEW_TIMEOUT_S = 70.0
 STOP_TIMEOUT_S = 0.5
 GONE_TIMEOUT_S = 5.0
+_STACK_S = 1.0
 
 Answer = TypeVar("Answer", bound=m.Message)
 
@@ -175,6 +178,25 @@ class Members:
     def kill(self, rank: int) -> None:
         """End one rank and everything below it (any thread)."""
         self._server.kill([self.ranks[rank].pid])
+
+    def stack_in_c(self, rank: int) -> list[str]:
+        """Python stack of a rank that does not answer, written by a signal handler which needs no GIL."""
+        path = self._folder / f"stack-{rank}"
+        before = path.stat().st_size if path.exists() else 0
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.ranks[rank].pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _STACK_S
+        text = ""
+        while time.monotonic() < deadline and not text.endswith("\n"):
+            with open(path) as file:
+                file.seek(before)
+                text = file.read()
+            time.sleep(0.02)
+        frames = [line.strip() for line in text.splitlines()[1:]]
+        inside = [
+            line for line in frames if "/IPython/" not in line and "nbdist" not in line and "<string>" not in line
+        ]
+        return inside or ["its stack cannot be read"]
 
     # ---- what they have in common
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import queue
 import random
@@ -56,6 +57,9 @@ class Rank:
         self._memfds: set[str] = set()
         self._main_thread = threading.get_ident()
         self._idle_since_s = time.time()
+        # What a rank does that holds the GIL in C: written by a signal handler in C, for `%distributed where --full`.
+        self._stacks = open(self.folder / f"stack-{self.rank}", "w")  # noqa: SIM115 (open as long as the process)
+        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=False, chain=False)
         self._stood: tuple[int, int] | None = None
         signal.signal(signal.SIGINT, _ignore)
 
@@ -142,7 +146,7 @@ class Rank:
             del packet
 
     def _execute(self, request: m.ExecuteRequest, _: object) -> None:
-        from nbdist.worker.hints import find_hint, is_secondary
+        from nbdist.worker.hints import explain_memory, find_hint, is_secondary
         from nbdist.worker.shell import Outcome, RankShell
 
         self._run_id = request.run_id
@@ -168,6 +172,8 @@ class Rank:
         ended_s = time.time()
         secondary = is_secondary(outcome.error)
         hint = find_hint(outcome.error, self.shell.user_ns) if outcome.error is not None else None
+        memory, remedy = explain_memory(outcome.error, self.telemetry.sample)
+        outcome.traceback += memory
         communicated = self.group.communicated
         if outcome.status != "ok" and communicated:
             # Peers may wait for a collective this rank will never join: they are freed without asking anybody.
@@ -188,7 +194,7 @@ class Rank:
             group=self.group.state,
             communicated=communicated,
             steps=self.steps.count,
-            hint=hint,
+            hint=hint or remedy,
             exit_code=outcome.exit_code,
             details=outcome.details or None,
         )
