@@ -19,13 +19,12 @@ _SHOWN = 3  # warnings shown that are not understood
 
 
 class _Problem(NamedTuple):
-    """A wording, what it means, what to do, and the variable that may have caused it."""
+    """A wording, what it means, what to do; the variables of the remedy may have caused it."""
 
     pattern: str
     name: str
     fact: str
     remedy: str
-    variable: str = ""
 
 
 # 2.10-2.30: init.cc; told once for each GPU
@@ -55,7 +54,6 @@ _PROBLEMS = (
         "interfaces",
         "NCCL found no network interface, which it needs on one host too",
         "unset NCCL_SOCKET_IFNAME, or name one that `ip -br addr` lists",
-        "NCCL_SOCKET_IFNAME",
     ),
     _Problem(  # 2.10-2.30: misc/ibvwrap.cc
         r"ibv_\w+ failed(?: with error)? ?.*Cannot allocate memory|ibv_create_[cq]\w+ failed",
@@ -68,7 +66,6 @@ _PROBLEMS = (
         "InfiniBand",
         "the InfiniBand or RoCE link broke or could not be set up",
         "check `ibstat` and, on RoCE, NCCL_IB_GID_INDEX and NCCL_IB_HCA; NCCL_IB_DISABLE=1 shows whether sockets work",
-        "NCCL_IB_GID_INDEX",
     ),
     _Problem(  # 2.17-2.30: transport/nvls.cc
         r"NVLink SHARP \(NVLS\)|transport/nvls",
@@ -130,7 +127,6 @@ _PROBLEMS = (
         "connection",
         "a rank could not reach another",
         "check firewall and route between the hosts, and that NCCL_SOCKET_IFNAME names the same network on all",
-        "NCCL_SOCKET_IFNAME",
     ),
     _CLOSED,
 )
@@ -167,5 +163,5 @@ def _facts(log: NcclLog, problem: _Problem, groups: list[dict[str, str]]) -> lis
         fact += f": a segment of {size / 1e6:.0f} MB could not be made"
     if to := groups[-1].get("to"):
         fact += f" ({to})"
-    values = log.variables.get(problem.variable)
-    return [fact + (f" ({problem.variable}={values[0]} is set)" if values else "")]
+    causes = [f"{n}={log.variables[n][0]}" for n in re.findall(r"NCCL_\w+", problem.remedy) if log.variables.get(n)]
+    return [fact + (f" ({', '.join(causes)} is set)" if causes else "")]

@@ -31,31 +31,42 @@ __all__ = ["Communicator", "Link", "Member", "NcclLog", "Reader", "Transport"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Transport:
-    """One way NCCL moves data between two ranks.
+    """One way NCCL moves data between two ranks."""
 
-    Attributes
-    ----------
-    kind
-        ``P2P``, ``SHM`` (through host memory), ``NET/IB``, ``NET/Socket``, ``NET/other`` (a plugin of any other name),
-        ``COLLNET`` or ``other``.
-    name
-        What NCCL calls it: ``IPC``, ``CUMEM``, ``direct pointer``, ``IBext_v8``, ``AWS Libfabric``, ...
-    gdr
-        The network card reads and writes GPU memory itself (GPUDirect RDMA).
-    flags
-        Further marks: ``read``, ``CE`` (copy engine), ``shared`` (buffers).
-    """
-
-    kind: str
-    name: str = ""
-    gdr: bool = False
-    flags: tuple[str, ...] = ()
+    kind: str  # P2P, SHM (through host memory), NET/IB, NET/Socket, NET/other (any other plugin), COLLNET, other
+    name: str = ""  # what NCCL calls it: IPC, CUMEM, direct pointer, IBext_v8, AWS Libfabric, ...
+    gdr: bool = False  # the network card reads and writes GPU memory itself (GPUDirect RDMA)
+    flags: tuple[str, ...] = ()  # read, CE (copy engine), shared (buffers)
 
     @property
     def label(self) -> str:
         """Short form for a matrix: ``P2P/CUMEM``, ``NET/IB+GDR``."""
         name = "direct" if self.name == "direct pointer" else self.name
         return "/".join(filter(None, (self.kind.split("/")[0], name))) + "+GDR" * self.gdr
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A connection line; `a` sends to `b`, each with its number in brackets."""
+
+    index: int
+    a: int
+    a_at: str
+    b: int
+    b_at: str
+    received: bool
+    transport: Transport
+    device: int | None
+    proxy: int | None
+
+    @property
+    def own(self) -> tuple[int, str]:
+        """Rank and GPU of the process that printed the line."""
+        return (self.b, self.b_at) if self.received else (self.a, self.a_at)
+
+    @property
+    def peer(self) -> tuple[int, str]:
+        return (self.a, self.a_at) if self.received else (self.b, self.b_at)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,6 +125,16 @@ class Communicator:
     rings_connected: bool = False
     unfinished: int = 0  # ranks that began their initialisation and did not say that they finished it
 
+    def connect(self, line: Connection) -> None:
+        """Take in what one line says."""
+        link = self.links.setdefault((min(line.a, line.b), max(line.a, line.b)), Link())
+        link.transports.add(line.transport)
+        link.indices.add(line.index)
+        if line.device is not None:
+            link.devices.add(line.device)
+        if line.proxy is not None:
+            link.proxies.add(line.proxy)
+
     def unconnected(self, a: int, b: int) -> str:
         """Say why a pair without a link has none."""
         if not self.identified:
@@ -140,30 +161,6 @@ class NcclLog:
     communicators: list[Communicator] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Connection:
-    """A connection line; `a` sends to `b`, each with its number in brackets."""
-
-    index: int
-    a: int
-    a_at: str
-    b: int
-    b_at: str
-    received: bool
-    transport: Transport
-    device: int | None
-    proxy: int | None
-
-    @property
-    def own(self) -> tuple[int, str]:
-        """Rank and GPU of the process that printed the line."""
-        return (self.b, self.b_at) if self.received else (self.a, self.a_at)
-
-    @property
-    def peer(self) -> tuple[int, str]:
-        return (self.a, self.a_at) if self.received else (self.b, self.b_at)
-
-
 @dataclass(slots=True, eq=False)
 class _Part:
     """One process's part of one communicator."""
@@ -177,15 +174,15 @@ class _Part:
     color: int | None
     complete: bool = False
     rings: bool = False
-    lines: dict[_Connection, None] = field(default_factory=dict)
+    lines: dict[Connection, None] = field(default_factory=dict)
     communicator: Communicator | None = None
 
-    def prints(self, line: _Connection) -> bool:
+    def prints(self, line: Connection) -> bool:
         """Whether this part can have printed a connection line."""
         rank, at = line.own
         return rank == self.member.rank and max(line.a, line.b) < self.size and self.member.sits_at(at)
 
-    def agrees(self, line: _Connection) -> bool:
+    def agrees(self, line: Connection) -> bool:
         """Whether the line's other rank sits where this communicator has it."""
         rank, at = line.peer
         member = self.communicator.members.get(rank) if self.communicator else None
@@ -199,10 +196,10 @@ class _Process:
     parts: list[_Part] = field(default_factory=list)  # in the order of their first Init line
     open: dict[int, _Part] = field(default_factory=dict)  # by thread: between START and COMPLETE
     # By thread: lines whose communicator is not known yet, with the number of parts there were.
-    pending: defaultdict[int, dict[tuple[_Connection, int], None]] = field(default_factory=lambda: defaultdict(dict))
+    pending: defaultdict[int, dict[tuple[Connection, int], None]] = field(default_factory=lambda: defaultdict(dict))
     pending_rings: set[int] = field(default_factory=set)  # threads that said so outside START..COMPLETE
 
-    def owners(self, lines: list[_Connection], count: int) -> list[_Part | None]:
+    def owners(self, lines: list[Connection], count: int) -> list[_Part | None]:
         """Whose lines these are, which one thread printed while there were `count` parts: of one part, if that can be.
 
         A communicator connects its rings once, so one without such lines comes first, then the newest.
@@ -241,7 +238,9 @@ _INIT_MORE = re.compile(r"\b(parent|splitCount|childCount|color|commId) (\S{1,64
 _VERSION = re.compile(r"NCCL version (\d{1,4}\.\d{1,4}(?:\.\d{1,4})?(?:\+cuda\d{1,4}\.\d{1,4})?)")
 _VARIABLE = re.compile(r"(NCCL_\w+) set by (?:environment|\S{1,80}) to (.*)")
 _SOCKETS = re.compile(r"\[\d+\]([\w.-]+):")
-_BARE_WARNING = re.compile(r"/dev/shm/nccl-|Duplicate GPU detected|no socket interface found|NVLink SHARP|Cuda failure")
+_BARE_WARNING = re.compile(
+    rb"/dev/shm/nccl-|Duplicate GPU detected|no socket interface found|NVLink SHARP|Cuda failure"
+)
 
 _HEAD_BYTES = 600  # of what stands before the mark, this much can belong to NCCL's own prefix
 _BODY_BYTES = 1024  # NCCL's own limit of a line (src/debug.cc)
@@ -265,11 +264,11 @@ def _transport(via: str) -> tuple[Transport, int | None, int | None]:
     return Transport(kind="other", name=via.split()[0][:40]), None, None
 
 
-def _connection(body: bytes) -> _Connection | None:
+def _connection(body: bytes) -> Connection | None:
     m = _CHANNEL.match(_text(body))
     if m is None or m[2] == m[4]:
         return None
-    return _Connection(int(m[1] or 0), int(m[2]), m[3], int(m[4]), m[5], m[6] == "receive", *_transport(m[7]))
+    return Connection(int(m[1] or 0), int(m[2]), m[3], int(m[4]), m[5], m[6] == "receive", *_transport(m[7]))
 
 
 def _number(text: str | None) -> int | None:
@@ -316,8 +315,11 @@ class Reader:
         self._log.blank = self._log.blank and not raw.strip()
         marks = list(islice(_MARK.finditer(raw), _MANY)) if b"NCCL " in raw else []
         if not marks:
-            if b"NCCL" in raw or b"nccl" in raw or b"Duplicate GPU" in raw:
-                self._bare(_text(raw))
+            # NCCL's version, or its last error as torch reports it, without a prefix.
+            if b"NCCL version" in raw:
+                self._version(_text(raw))
+            if _BARE_WARNING.search(raw):
+                self._warn(_text(raw), None)
             return
         self._log.num_nccl_lines += len(marks)
         start = 0
@@ -336,17 +338,10 @@ class Reader:
             else:
                 self._warn(_text(body), source[0] if source else None)
 
-    def _bare(self, text: str) -> None:
-        """A line without NCCL's prefix: its version, or its last error as torch reports it."""
-        if m := _VERSION.search(text):
-            self._version(m[1])
-        if _BARE_WARNING.search(text):
-            self._warn(text, None)
-
-    def _version(self, version: str) -> None:
+    def _version(self, text: str) -> None:
         # torch's error texts name the version without CUDA's: the same one.
-        if not any(v == version or v.startswith(version + "+") for v in self._log.versions):
-            self._log.versions.append(version)
+        if (m := _VERSION.search(text)) and not any(f"{v}+".startswith(f"{m[1]}+") for v in self._log.versions):
+            self._log.versions.append(m[1])
 
     def _warn(self, text: str, process: _Process | None) -> None:
         if text in self._log.warnings or len(self._log.warnings) < _MANY:
@@ -355,22 +350,23 @@ class Reader:
     def _info(self, source: tuple[_Process, int] | None, body: bytes) -> None:
         if not body.startswith(_STARTS):
             return
-        log, text = self._log, "" if body.startswith(b"Channel ") else _text(body)
-        if not text:
+        if body.startswith(b"Channel "):
             if source is not None and (line := self._connection(body)) is not None:
                 self._connected(*source, line)
-        elif m := _INIT.search(text):
-            if source is not None:
-                self._init(m, *source)
-        elif text.startswith("Connected all rings"):
-            if source is not None and (part := source[0].open.get(source[1])):
+            return
+        log, text = self._log, _text(body)
+        if source is not None and (m := _INIT.search(text)):
+            self._init(m, *source)
+        elif source is not None and text.startswith("Connected all rings"):
+            process, tid = source
+            if part := process.open.get(tid):
                 part.rings = True
-            elif source is not None:
-                source[0].pending_rings.add(source[1])
+            else:
+                process.pending_rings.add(tid)
         elif m := _VARIABLE.match(text):
             self._add(log.variables.setdefault(m[1], []), m[2].removesuffix("."))
-        elif m := _VERSION.search(text):
-            self._version(m[1])
+        elif text.startswith("NCCL version "):
+            self._version(text)
         elif text.startswith("NVLS multicast support is "):
             log.nvls = bool(log.nvls) or not text.startswith("NVLS multicast support is not ")
         elif (text.startswith("NET/IB") and "No device found" in text) or text.startswith("Failed to open libib"):
@@ -384,7 +380,7 @@ class Reader:
         if value not in values and len(values) < _MANY:
             values.append(value)
 
-    def _connected(self, process: _Process, tid: int, line: _Connection) -> None:
+    def _connected(self, process: _Process, tid: int, line: Connection) -> None:
         part = process.open.get(tid)
         if part is None or not part.prints(line):
             part = next((p for p in reversed(process.open.values()) if p.prints(line)), None)
@@ -395,12 +391,10 @@ class Reader:
 
     def _init(self, m: re.Match[str], process: _Process, tid: int) -> None:
         pointer, rank, size = m[1], int(m[2]), int(m[3])
-        started = next(
-            (t for t, p in process.open.items() if (p.pointer, p.member.rank, p.size) == (pointer, rank, size)), None
-        )
-        if started is not None:
+        started = [t for t, p in process.open.items() if (p.pointer, p.member.rank, p.size) == (pointer, rank, size)]
+        if started:
             if m[8] == "COMPLETE":
-                process.open.pop(started).complete = True
+                process.open.pop(started[0]).complete = True
             return  # a second START of an open one: the log holds the line twice
         more: dict[str, str] = dict(_INIT_MORE.findall(m[7]))
         gpu = {"cuda_device": _number(m[4]), "nvml_device": _number(m[5])}
@@ -419,11 +413,8 @@ class Reader:
         part.rings = tid in process.pending_rings
         process.pending_rings.discard(tid)
         waiting = process.pending.pop(tid, {})
-        for line, count in waiting:
-            if part.prints(line):
-                part.lines[line] = None
-            else:
-                process.pending[tid][line, count] = None
+        part.lines |= {line: None for line, _ in waiting if part.prints(line)}
+        process.pending[tid] = {(line, count): None for line, count in waiting if not part.prints(line)}
 
     # ---- once everything is read
 
@@ -433,10 +424,10 @@ class Reader:
         log.blank = log.blank and not log.num_nccl_lines
         for process in self._processes.values():
             self._join(process)
-        homeless: list[tuple[_Process, _Connection]] = []
+        homeless: list[tuple[_Process, Connection]] = []
         for process in self._processes.values():
             for tid, waiting in process.pending.items():
-                batches: defaultdict[int, list[_Connection]] = defaultdict(list)
+                batches: defaultdict[int, list[Connection]] = defaultdict(list)
                 for line, count in waiting:
                     batches[count].append(line)
                 for count, lines in batches.items():
@@ -445,7 +436,7 @@ class Reader:
                             homeless.append((process, line))
                             continue
                         part.lines[line] = None
-                        self._connect(part.communicator, line)
+                        part.communicator.connect(line)
                         # "Connected all rings" follows the connections on the same thread.
                         part.communicator.rings_connected |= tid in process.pending_rings
         self._place(homeless)
@@ -467,10 +458,8 @@ class Reader:
                 key = ("size", part.size)
             peers = dict(line.peer for line in part.lines)
             for communicator in self._families[key]:
-                members = communicator.members
-                if part.member.rank not in members and all(
-                    r not in members or members[r].sits_at(peers[r]) for r in peers
-                ):
+                known = communicator.members
+                if part.member.rank not in known and all(known[r].sits_at(peers[r]) for r in peers if r in known):
                     break
             else:
                 communicator = Communicator(size=part.size, parent=parent, color=part.color)
@@ -481,38 +470,26 @@ class Reader:
             communicator.rings_connected |= part.rings
             part.communicator = newest[part.pointer] = communicator
             for line in part.lines:
-                self._connect(communicator, line)
+                communicator.connect(line)
 
-    def _place(self, lines: list[tuple[_Process, _Connection]]) -> None:
+    def _place(self, lines: list[tuple[_Process, Connection]]) -> None:
         """Lines of processes whose Init lines are missing: ranks that sit on the same GPUs belong together."""
         made: list[tuple[Communicator, dict[int, str]]] = []
         for process, line in lines:
             seats = {line.a: line.a_at, line.b: line.b_at}
             rank, at = line.own
             for communicator, places in made:
-                member = communicator.members.get(rank)
-                if (member is None or member.pid == process.pid) and all(
-                    places.get(r, s) == s for r, s in seats.items()
-                ):
+                ours = rank not in communicator.members or communicator.members[rank].pid == process.pid
+                if ours and all(places.get(r, seat) == seat for r, seat in seats.items()):
                     break
             else:
                 communicator, places = Communicator(size=0, identified=False), {}
                 made.append((communicator, places))
                 self._log.communicators.append(communicator)
             places.update(seats)
-            gpu, bus = (int(at), None) if at.isdigit() and len(at) < 4 else (None, at)
-            communicator.members[rank] = Member(
-                rank=rank, host=process.host, pid=process.pid, nvml_device=gpu, bus_id=bus
-            )
+            number = at.isdigit() and len(at) < 4
+            gpu, bus = (int(at), None) if number else (None, at)
+            member = Member(rank=rank, host=process.host, pid=process.pid, nvml_device=gpu, bus_id=bus)
+            communicator.members[rank] = member
             communicator.size = max(communicator.size, line.a + 1, line.b + 1)
-            self._connect(communicator, line)
-
-    @staticmethod
-    def _connect(communicator: Communicator, line: _Connection) -> None:
-        link = communicator.links.setdefault((min(line.a, line.b), max(line.a, line.b)), Link())
-        link.transports.add(line.transport)
-        link.indices.add(line.index)
-        if line.device is not None:
-            link.devices.add(line.device)
-        if line.proxy is not None:
-            link.proxies.add(line.proxy)
+            communicator.connect(line)
