@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,19 +25,16 @@ from torch.utils._pytree import tree_map_only
 
 from nbdist.errors import InputError
 from nbdist.train.blocks import Blocks, checkpoint_activations, find_blocks, shared_across
-from nbdist.train.closed_form import ClosedForm, closed_form
+from nbdist.train.closed_form import closed_form
+from nbdist.train.estimates import STATES, Estimate, without_host_states
 from nbdist.train.fake_world import FakeReducer, fake_tensors, fake_world, reduced_at_once
 from nbdist.train.parallel import Plan, Precision, make_mesh, precision_of, shard_size_of, strategy_name, wrap_2
-from nbdist.train.tables import gib, html_table, text_table
-from nbdist.train.tracker import KINDS, Timeline, Tracker
+from nbdist.train.tracker import Timeline, Tracker
 
-__all__ = ["LEFT_OUT", "Estimate", "estimate", "forecast"]
+__all__ = ["estimate", "forecast"]
 
-LEFT_OUT = (
-    "left out: CUDA context, NCCL's buffers, workspaces inside operations, the allocator's rounding and fragments"
-)
-STATES = ("parameters", "gradients", "optimizer_state")
 _STEPS = 2  # the first makes the optimizer's state, the second is as all that follow
+_POINTS = 600  # of the curve that is kept
 _SMALL = 50_000_000  # parameters up to which every number of ranks is run by itself
 _DEFAULTS: dict[str, Any] = {
     "dtype": None,
@@ -52,72 +50,6 @@ _DEFAULTS: dict[str, Any] = {
 
 OptimizerMaker = str | type[Optimizer] | Callable[[Iterable[nn.Parameter]], Optimizer]
 Loss = Callable[[nn.Module, Any], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """Forecast of one rank's memory in bytes; rank 0's, whose share is the largest.
-
-    Attributes
-    ----------
-    strategy, world_size, num_parameters
-        What was asked, and the number of parameters of the whole model.
-    states
-        Bytes of parameters, gradients and optimizer state at the end of backward.
-    peak_bytes, peak_during
-        The largest sum of living tensors in a step, and in which part of it.
-    at_peak
-        That sum by kind.
-    host_bytes
-        Bytes kept in host memory by CPU offload.
-    form
-        The closed form for the same model, for orientation.
-    curve
-        Living bytes by kind over one step, ``(points,)`` each.
-    """
-
-    strategy: str
-    world_size: int
-    num_parameters: int
-    settings: str
-    states: Mapping[str, int]
-    peak_bytes: int
-    peak_during: str
-    at_peak: Mapping[str, int]
-    form: ClosedForm
-    host_bytes: int = 0
-    curve: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict, repr=False)
-
-    @property
-    def states_bytes(self) -> int:
-        """Parameters, gradients and optimizer state together."""
-        return sum(self.states.values())
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Kind, bytes at the end of backward, bytes at the peak; as shown."""
-        rows = []
-        for kind in KINDS:
-            if self.at_peak.get(kind) or self.states.get(kind):
-                rested = gib(self.states[kind]) if kind in self.states else ""
-                rows.append((kind.replace("_", " "), rested, gib(self.at_peak.get(kind, 0))))
-        rows.append((f"peak, during {self.peak_during}", gib(self.states_bytes), gib(self.peak_bytes)))
-        if self.host_bytes:
-            rows.append(("in host memory", gib(self.host_bytes), ""))
-        return rows
-
-    def _title(self) -> str:
-        count = f"{self.num_parameters / 1e9:.3g} billion" if self.num_parameters >= 1e8 else f"{self.num_parameters:,}"
-        return f"{self.strategy} on {self.world_size} ranks, {count} parameters{self.settings}: bytes per rank"
-
-    def __str__(self) -> str:
-        table = text_table(("", "states", "at the peak"), self.rows())
-        return "\n".join([self._title(), table, f"closed form: {self.form}", LEFT_OUT])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        notes = (f"closed form: {self.form}", LEFT_OUT)
-        return html_table(self._title(), ("", "states", "at the peak"), self.rows(), notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,21 +392,10 @@ def _summed(settings: _Settings, world_size: int, run: _Run) -> Estimate:
     timeline = run.timeline
     curves = timeline.by_kind()
     start, backward, step = (timeline.after(mark) for mark in ("forward", "backward", "step"))
-    at_step = max(step - 1, 0)
-    states = {kind: round(float(curves[kind][at_step])) for kind in STATES}
-    host = 0
-    if settings.cpu_offload:
-        # The shards and the optimizer live on the host; what is gathered and computed is on the GPU.
-        host = sum(states.values())
-        for kind in ("parameters", "optimizer_state", "temporaries"):
-            curves[kind] = np.zeros_like(curves[kind])
-        states = dict.fromkeys(STATES, 0)
-        step = len(timeline.keys)
-    total = sum(curves.values())
-    assert isinstance(total, np.ndarray)
-    # In the step itself too, unless the host does it.
-    peak = start + int(np.argmax(total[start:step] if settings.cpu_offload else total[start:]))
-    during = "forward" if peak < backward else "backward" if peak < step else "the optimizer's step"
+    states = {kind: round(float(curves[kind][max(step - 1, 0)])) for kind in STATES}
+    total = np.asarray(sum(curves.values()))
+    peak = start + int(np.argmax(total[start:]))
+    points = _points(curves, start, step)
     form = closed_form(
         run.num_parameters,
         dtype=run.param_dtype,
@@ -487,19 +408,30 @@ def _summed(settings: _Settings, world_size: int, run: _Run) -> Estimate:
         shard_size=settings.shard_size,
         mixed_precision=_compute_dtype(settings.precision),
     )
-    return Estimate(
+    found = Estimate(
         strategy=settings.strategy,
         world_size=world_size,
         num_parameters=run.num_parameters,
         settings=_words(settings),
         states=states,
         peak_bytes=round(float(total[peak])),
-        peak_during=during,
+        peak_during="forward" if peak < backward else "backward" if peak < step else "the optimizer's step",
         at_peak={kind: round(float(curve[peak])) for kind, curve in curves.items()},
         form=form,
-        host_bytes=host,
-        curve={kind: curve[start:] for kind, curve in curves.items()},
+        curve={kind: curve[points] for kind, curve in curves.items()},
+        step_at=int(np.searchsorted(points, step)),
     )
+    return without_host_states(found) if settings.cpu_offload else found
+
+
+def _points(curves: Mapping[str, npt.NDArray[np.float64]], start: int, step: int) -> npt.NDArray[np.int64]:
+    """Events that the curve shows: of each stretch the fullest moment, with the states and without them."""
+    total = np.asarray(sum(curves.values()))
+    passing = curves["activations"] + curves["communication"]
+    edges = np.unique(np.append(np.linspace(start, len(total), _POINTS + 1).astype(int), step))
+    pairs = [(a, b) for a, b in pairwise(edges) if b > a]
+    found = {a + int(np.argmax(curve[a:b])) for a, b in pairs for curve in (total, passing)}
+    return np.array(sorted(found), dtype=np.int64)
 
 
 def _compute_dtype(precision: torch.dtype | MixedPrecisionPolicy | None) -> torch.dtype | None:

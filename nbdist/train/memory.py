@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,30 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbdist.errors import InputError
+from nbdist.train.advice import Advice, recommend
+from nbdist.train.charts import bars
 from nbdist.train.closed_form import ClosedForm, closed_form
-from nbdist.train.forecast import Estimate, estimate, forecast
+from nbdist.train.estimates import Estimate
+from nbdist.train.forecast import estimate, forecast
 from nbdist.train.ranks import agree, gather
 from nbdist.train.tables import gib, html_table, text_table
 from nbdist.train.tracker import states
 
-__all__ = ["Account", "ClosedForm", "Estimate", "Usage", "account", "closed_form", "estimate", "forecast"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "Account",
+    "Advice",
+    "ClosedForm",
+    "Estimate",
+    "Usage",
+    "account",
+    "closed_form",
+    "estimate",
+    "forecast",
+    "recommend",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +96,19 @@ class Account:
             label = shown.get(name, name.replace("_", " "))
             rows.append((label, *("not available" if v is None else gib(v) for v in values)))
         return rows
+
+    def figure(self, label: str = "", **others: Account) -> Figure:
+        """Parameters, gradients and optimizer state per rank as bars; those of other accounts beside them.
+
+        ``ddp_account.figure("DDP", FSDP=fsdp_account)``
+        """
+        kinds = ("parameters", "gradients", "optimizer_state", "buffers")
+        columns = {
+            f"{name}\nrank {u.rank}".strip(): {kind: getattr(u, kind) for kind in kinds}
+            for name, one in {label: self, **others}.items()
+            for u in one.ranks
+        }
+        return bars(columns, "model states per rank")
 
     def _header(self) -> tuple[str, ...]:
         return ("", *(f"rank {u.rank}" for u in self.ranks))

@@ -157,8 +157,8 @@ class Tracker(TorchDispatchMode):
                 kind = kind or _origin()
                 self._see(leaf, kind)
         if func.namespace in ("c10d", "fsdp") and any(word in func.name() for word in _REDUCING):
-            # Gradients, whole and on their way to the other ranks.
-            self._label([t for t in tree_leaves(args) if isinstance(t, torch.Tensor)], "gradients", only="activations")
+            # FSDP's gradients of one unit, whole for a moment and on their way to the other ranks.
+            self._label([t for t in tree_leaves(args) if isinstance(t, torch.Tensor)], "communication", "activations")
         return result
 
     def own(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
