@@ -18,7 +18,18 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Device", "Link", "Process", "Reader", "Snapshot", "bare_uuid", "explain_memory", "links", "snapshot"]
+__all__ = [
+    "Device",
+    "Link",
+    "Process",
+    "Reader",
+    "Snapshot",
+    "bare_uuid",
+    "bytes_text",
+    "explain_memory",
+    "links",
+    "snapshot",
+]
 
 NO_GPU = "no NVIDIA driver/GPU found"
 
@@ -445,11 +456,11 @@ def explain_memory(
     lines = []
     if allocated_bytes is not None and reserved_bytes is not None:
         cached = reserved_bytes - allocated_bytes
-        lines.append(f"tensors alive {_gib(allocated_bytes)} (allocated)")
-        line = f"torch's allocator holds {_gib(reserved_bytes)} (reserved): these tensors and {_gib(cached)} it keeps"
-        line += " for reuse"
+        lines.append(f"tensors alive {bytes_text(allocated_bytes)} (allocated)")
+        line = f"torch's allocator holds {bytes_text(reserved_bytes)} (reserved)"
+        line += f": these tensors and {bytes_text(cached)} it keeps for reuse"
         if inactive_split_bytes is not None:
-            line += f", {_gib(inactive_split_bytes)} of that in pieces between live tensors"
+            line += f", {bytes_text(inactive_split_bytes)} of that in pieces between live tensors"
         lines.append(line)
         if inactive_split_bytes is not None and inactive_split_bytes > max(0.1 * reserved_bytes, 512 * 2**20):
             tried = f" and {retries} requests had to wait for a clean-up" if retries else ""
@@ -458,16 +469,16 @@ def explain_memory(
                 "PYTORCH_ALLOC_CONF=expandable_segments:True before the workers start"
             )
     if used_bytes is not None:
-        of = f" of {_gib(total_bytes)}" if total_bytes else ""
-        line = f"the device has {_gib(used_bytes)}{of} in use"
+        of = f" of {bytes_text(total_bytes)}" if total_bytes else ""
+        line = f"the device has {bytes_text(used_bytes)}{of} in use"
         if reserved_bytes is not None and used_bytes >= reserved_bytes:
             whose = "this rank's" if ranks == 1 else f"the {ranks} ranks'"
-            line += (
-                f": {_gib(used_bytes - reserved_bytes)} outside {whose} allocator (CUDA context, NCCL, other processes)"
-            )
+            outside = bytes_text(used_bytes - reserved_bytes)
+            line += f": {outside} outside {whose} allocator (CUDA context, NCCL, other processes)"
         lines.append(line)
     return lines
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
+def bytes_text(count: int) -> str:
+    """A size as people read it: ``1.5 GiB``, ``20.0 MiB``."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"

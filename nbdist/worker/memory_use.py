@@ -70,6 +70,34 @@ class MemoryUse:
         """
         return self._process() | self._states | self._allocator_and_device()
 
+    def explain_failure(self) -> list[str]:
+        """What to read under an out-of-memory error: this rank's figures, and what can be done, one line each."""
+        values = self.read()
+        names = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
+        lines = gpu.explain_memory(
+            **{name: values[name] for name in names},
+            retries=values["alloc_retries"],
+            used_bytes=values["device_used_bytes"],
+            total_bytes=values["device_total_bytes"],
+        )
+        if not lines and values["process_uss_bytes"] is not None:
+            lines.append(
+                f"this process alone holds {gpu.bytes_text(values['process_uss_bytes'])}; it uses no GPU so far"
+            )
+        held = {
+            "parameters": values["parameters_bytes"],
+            "gradients": values["gradients_bytes"],
+            "optimizer state": values["optimizer_bytes"],
+        }
+        if all(size is not None for size in held.values()):
+            parts = ", ".join(f"{name} {gpu.bytes_text(size)}" for name, size in held.items())
+            lines.append(f"the model's states on this rank: {parts}; the rest are activations and buffers")
+        lines.append(
+            "what helps: a smaller batch per rank; activation checkpointing; nbdist.fsdp(), which divides the states "
+            "among the ranks"
+        )
+        return lines
+
     # ---- the process
 
     def _process(self) -> dict[str, Any]:

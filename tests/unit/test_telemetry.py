@@ -408,6 +408,19 @@ def test_bytes_of_a_model_follow_the_closed_form(rank: Rank) -> None:
     assert [reference() for reference in gone] == [None, None]
 
 
+def test_a_failed_allocation_is_explained(rank: Rank) -> None:
+    lines = rank.telemetry.memory.explain_failure()
+    assert lines[0].startswith("this process alone holds")
+    assert "nbdist.fsdp()" in lines[-1]
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    assert (
+        "parameters 4.0 MiB, gradients 4.0 MiB, optimizer state 0.0 MiB" in rank.telemetry.memory.explain_failure()[1]
+    )
+
+
 # ---- track
 
 
