@@ -239,6 +239,7 @@ class Dashboard:
         run = self.run
         self._widget = _widget_class()(
             meta={
+                "id": self._display_id,
                 "run": run.name,
                 "facts": " · ".join(headline(run).split(" · ")[1:] + ([run.strategy] if run.strategy else [])),
                 "stop": "message" if self._on_stop is not None else ("endpoint" if path else None),

@@ -89,8 +89,7 @@ class Server:
             "ServerApp.port_retries": "0",
             "ServerApp.root_dir": str(self.work),
             "IdentityProvider.token": "only-for-this-test",
-            "LabApp.expose_app_in_browser": "True",
-            "LabApp.news_url": "None",
+            f"{'LabApp' if app == 'lab' else 'JupyterNotebookApp'}.expose_app_in_browser": "True",
         }
         command = [sys.executable, "-m", "jupyter", app, "--no-browser", "--allow-root"]
         self._process = subprocess.Popen(
@@ -171,6 +170,7 @@ class Browser:
             headless=True,
             args=ARGUMENTS,
             viewport={"width": width, "height": height},
+            env=os.environ | {"XDG_RUNTIME_DIR": self._profile},
         )
         self.asked_elsewhere: list[str] = []
         self._context.on("request", lambda request: self._note(request.url))
@@ -203,7 +203,7 @@ class Sheet:
 
     @property
     def _panel(self) -> str:
-        return "window.jupyterapp.shell.currentWidget"
+        return "window.jupyterapp?.shell?.currentWidget"
 
     def open(self) -> None:
         """Open the notebook, or open it again, and wait for its kernel."""

@@ -2,7 +2,7 @@
 //
 // The kernel's main thread is busy while a cell runs, so nothing here may wait for an answer: everything arrives in
 // messages (notebook/feed.py describes them) and the page keeps its own copy of the curves in a `Store`, one for each
-// widget model, which any number of views draw. All text reaches the page through textContent.
+// dashboard, which any number of views draw. All text reaches the page through textContent.
 
 // ---------------------------------------------------------------------------------------------------------- numbers
 
@@ -176,15 +176,12 @@ class Store {
   }
 }
 
-const stores = new WeakMap(); // model -> Store
+const stores = new Map(); // id of a dashboard -> Store; anywidget hands each hook a model object of its own
 
 function storeOf(model) {
-  let store = stores.get(model);
-  if (!store) {
-    stores.set(model, (store = new Store()));
-    model.on("msg:custom", (content, buffers) => store.receive(content, buffers || []));
-  }
-  return store;
+  const { id } = model.get("meta");
+  if (!stores.has(id)) stores.set(id, new Store());
+  return stores.get(id);
 }
 
 /** Means of one curve in `cells` cells between x0 and x1; between points the curve is interpolated, NaN breaks it. */
@@ -1085,9 +1082,12 @@ class View {
 }
 
 export default {
+  // Before any view is drawn: no message may be missed.
   initialize({ model }) {
-    storeOf(model);
+    const store = storeOf(model);
+    model.on("msg:custom", (content, buffers) => store.receive(content, buffers || []));
     model.send({ type: "ready" });
+    return () => stores.delete(model.get("meta").id);
   },
   render({ model, el }) {
     const view = new View(model, el);
