@@ -5,6 +5,7 @@ They lie under ``$XDG_STATE_HOME/nbdist/output`` (``~/.local/state/nbdist/output
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -49,7 +50,7 @@ class RankLog:
         if self.path is None:
             return
         try:
-            self._file = open(self.path, "ab", buffering=0)
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
             self._size = self._file.tell()
         except OSError:
             self._file = None
@@ -85,5 +86,6 @@ class RankLog:
     def close(self) -> None:
         """Close the file; it stays for `%distributed output`."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # the disk is full
+                self._file.close()
             self._file = None

@@ -19,17 +19,21 @@ __all__ = ["Line", "RankOutput", "Screen"]
 
 READ_BYTES = 1 << 18
 _HOLD_S = 1.0  # how long one pipe waits at a mark for the other pipe, or for the message that belongs there
+_MARK_END_BYTES = 21  # kind, semicolon and the longest number
+_TAIL_CHARS = 1000
 _MAX_ROWS = 40
 _MAX_LINE = 20_000  # characters of one line that are shown
 
 _CONTROL = re.compile(
-    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # OSC: titles, hyperlinks
+    r"\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"  # OSC: titles, hyperlinks
     r"|\x1b\[[0-?]*[ -/]*[@-~]"  # CSI
-    r"|\x1b[PX^_].*?\x1b\\"  # DCS and their like
+    r"|\x1b[PX^_][^\x1b\n]*\x1b\\"  # DCS and their like
     r"|\x1b[ -/]*[0-~]"
-    r"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f\r\n]"
+    r"|[\x00-\x08\x0b-\x1f\x7f\n]"
 )
-_CURSOR = re.compile(r"\x1b\[(\d*)([ABKJ])")
+_MAX_CONTROL = 1100  # characters
+_UNFINISHED = re.compile(r"\x1b(?:[\]PX^_][^\x07\x1b\n]{0,1000}\x1b?|\[[0-?]{0,100}[ -/]{0,10}|[ -/]{0,10})\Z")
+_CURSOR = re.compile(r"\x1b\[(\d{0,6})([ABK])")
 _PLAIN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
@@ -40,18 +44,29 @@ class Line(NamedTuple):
     text: str
 
 
+def _line(stream: str, text: str) -> Line:
+    if len(text) > _MAX_LINE:
+        end = "\x1b[0m" if "\x1b" in text else ""
+        text = f"{text[:_MAX_LINE]}{end} ... (a line of more than {_MAX_LINE:,} characters)"
+    return Line(stream, text)
+
+
 class Screen:
     """The last rows of one rank's terminal: finished rows leave it, rows that may still change stay."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[str, str]] = [("stdout", "")]
         self._row = 0
-        self._back = False  # a carriage return was seen: the next text starts at the row's beginning
+        self._column: int | None = None  # where the next text goes; None: behind the row's last character
         self._landed = False  # a line end led to a row that exists: text there would hide it, unless a return follows
         self._colour = ""
+        self._unfinished = ""  # the beginning of a control sequence
 
     def feed(self, stream: str, text: str) -> list[Line]:
         """Play text; the lines that have scrolled out of reach. Call `settle` when nothing follows at once."""
+        text, self._unfinished = self._unfinished + text, ""
+        if match := _UNFINISHED.search(text, max(0, len(text) - _MAX_CONTROL)):
+            text, self._unfinished = text[: match.start()], match.group()
         if self._simple() and not _PLAIN.search(text.replace("\n", "")):
             return self._feed_plain(stream, text)
         position = 0
@@ -60,13 +75,13 @@ class Screen:
             self._control(stream, match.group())
             position = match.end()
         self._put(stream, text[position:])
-        done = []
+        done: list[Line] = []
         while len(self._rows) > _MAX_ROWS:
             done.append(self._pop())
         return done
 
     def _simple(self) -> bool:
-        return len(self._rows) == 1 and not self._back and not self._colour and not self._landed
+        return len(self._rows) == 1 and self._column is None and not self._colour and not self._landed
 
     def _feed_plain(self, stream: str, text: str) -> list[Line]:
         *ended, rest = text.split("\n")
@@ -74,9 +89,9 @@ class Screen:
             self._put(stream, rest)
             return []
         first_stream, before = self._rows[0]
-        lines = [Line(first_stream if before else stream, (before + ended[0])[:_MAX_LINE])]
-        lines += [Line(stream, line[:_MAX_LINE]) for line in ended[1:]]
-        self._rows[0] = (stream, rest)
+        lines = [_line(first_stream if before else stream, before + ended[0])]
+        lines += [_line(stream, line) for line in ended[1:]]
+        self._rows[0] = (stream, rest[: _MAX_LINE + 1])
         return lines
 
     def _put(self, stream: str, text: str) -> None:
@@ -87,39 +102,43 @@ class Screen:
             self._row = len(self._rows)
             self._rows.append((stream, ""))
         owner, row = self._rows[self._row]
-        if self._back:
-            # Text over text of the same row, as a terminal has it; rows with colours are replaced as a whole.
-            row = "" if "\x1b" in row or self._colour else row
-            row = text + row[len(text) :]
-            self._back = False
+        if self._column is not None and ("\x1b" in row or self._colour):
+            row = row[: self._column] if "\x1b" not in row else ""  # columns of a coloured row are not counted
+            self._column = None
+        if self._column is not None:
+            start, end = self._column, self._column + len(text)
+            self._column = end if end < len(row) else None
+            row = row[:start] + text + row[end:]
         elif self._colour and "\x1b" not in row:
             row += self._colour + text
         else:
             row += text
-        self._rows[self._row] = (stream if len(row) == len(text) or not owner else owner, row[:_MAX_LINE])
+        self._rows[self._row] = (stream if len(row) == len(text) or not owner else owner, row[: _MAX_LINE + 1])
 
     def _control(self, stream: str, code: str) -> None:
         if code == "\n":
             self._close_colour()
             self._row += 1
-            self._back = False
+            self._column = None
             if self._row == len(self._rows):
                 self._rows.append((stream, ""))
             else:
                 self._landed = True
         elif code == "\r":
             self._close_colour()
-            self._back, self._landed = True, False
+            self._column, self._landed = 0, False
         elif code == "\x08":
-            owner, row = self._rows[self._row]
+            row = self._rows[self._row][1]
             if "\x1b" not in row:
-                self._rows[self._row] = (owner, row[:-1])
+                self._column = max(0, (len(row) if self._column is None else self._column) - 1)
         elif code.endswith("m") and code.startswith("\x1b["):
             owner, row = self._rows[self._row]
-            if self._back:
-                row, self._back = "", False
+            if self._column is not None:
+                row, self._column = "" if "\x1b" in row else row[: self._column], None
+            if len(row) > _MAX_LINE:
+                return
             self._rows[self._row] = (owner, row + code)
-            self._colour = "" if code in ("\x1b[m", "\x1b[0m") else self._colour + code
+            self._colour = "" if code in ("\x1b[m", "\x1b[0m") else self._colour * (len(self._colour) < 200) + code
         elif match := _CURSOR.fullmatch(code):
             self._move(stream, int(match.group(1) or 1), match.group(2), match.group(1))
 
@@ -131,13 +150,17 @@ class Screen:
                 self._finish_row(stream)
             else:
                 self._row -= count
-                self._back = True
+                self._column = 0
         elif what == "B":
             self._row = min(self._row + count, len(self._rows) - 1)
-            self._back = True
-        elif what == "K" and (given == "2" or self._back):
+            self._column = 0
+        elif what == "K" and given == "2":
             self._rows[self._row] = (self._rows[self._row][0], "")
-            self._back = False
+            self._column = None
+        elif what == "K" and given in ("", "0") and self._column is not None:
+            owner, row = self._rows[self._row]
+            self._rows[self._row] = (owner, "" if "\x1b" in row else row[: self._column])
+            self._column = None
 
     def _finish_row(self, stream: str) -> None:
         if self._rows[self._row][1]:
@@ -154,27 +177,38 @@ class Screen:
     def _pop(self) -> Line:
         stream, row = self._rows.pop(0)
         self._row = max(0, self._row - 1)
-        return Line(stream, row)
+        return _line(stream, row)
 
     def settle(self) -> list[Line]:
         """The rows above the cursor: nothing will change them any more."""
-        done = []
+        done: list[Line] = []
         while self._row > 0:
             done.append(self._pop())
         return done
 
     def live(self) -> list[str]:
         """Rows that may still change, e.g. progress bars."""
-        return [row.rstrip() for _, row in self._rows if row.strip()]
+        return [row.rstrip() + "\x1b[0m" * ("\x1b" in row) for _, row in self._rows if row.strip()]
 
     def end(self) -> list[Line]:
         """All that is left, at the end of a cell."""
         self._close_colour()
         while self._rows and not self._rows[-1][1]:
             self._rows.pop()
-        done = [Line(stream, row) for stream, row in self._rows]
-        self._rows, self._row, self._back, self._landed = [("stdout", "")], 0, False, False
+        done = [_line(stream, row) for stream, row in self._rows]
+        self._clear()
         return done
+
+    def rest(self) -> str:
+        """All that is left as text to which more can be added."""
+        self._close_colour()
+        text = "\n".join(row for _, row in self._rows) + self._unfinished
+        self._clear()
+        return text
+
+    def _clear(self) -> None:
+        self._rows, self._row, self._column = [("stdout", "")], 0, None
+        self._landed, self._unfinished = False, ""
 
 
 @dataclass(slots=True)
@@ -184,6 +218,7 @@ class _Pipe:
     decoder: codecs.IncrementalDecoder
     data: bytes = b""
     mark: int = 0  # number of the mark it stands at; what follows waits
+    kind: str = ""  # of that mark
     open: bool = True
 
 
@@ -219,12 +254,13 @@ class RankOutput:
         for fd in (stdout, stderr):
             os.set_blocking(fd, False)
         self._begin = f"\x1b]nbdist;{token};".encode()
+        self._mark = re.compile(re.escape(self._begin) + rb"([a-z]);(\d{1,18})\x07")
+        self._half_mark = re.compile(re.escape(self._begin) + rb"(?:[a-z](?:;\d{0,18})?)?")
         self._log = log
         self._on_text = on_text
         self._on_mark = on_mark
-        self._held: tuple[str, int] | None = None  # a mark both pipes stand at, whose message is awaited
         self._since_s = 0.0
-        self._tail: deque[str] = deque(maxlen=8)
+        self._tail: deque[str] = deque(maxlen=64)
 
     def fds(self) -> list[int]:
         """The descriptors to wait for: open ones that are not held at a mark."""
@@ -269,60 +305,54 @@ class RankOutput:
             if not pipe.open and not pipe.mark:
                 self._text(pipe, b"", final=True)
             return False
-        at = pipe.data.find(self._begin)
-        if at >= 0:
-            end = pipe.data.find(b"\x07", at)
-            if end < 0 and pipe.open:
-                self._text(pipe, pipe.data[:at])
-                pipe.data = pipe.data[at:]
-                return False
-            self._text(pipe, pipe.data[:at])
-            kind, _, number = pipe.data[at + len(self._begin) : end].partition(b";")
-            pipe.data = pipe.data[end + 1 :]
-            pipe.mark = int(number)
-            self._kind = kind.decode()
-            self._since_s = time.monotonic()
-            return True
-        keep = self._may_begin(pipe.data) if pipe.open else 0
-        self._text(pipe, pipe.data[: len(pipe.data) - keep], final=not pipe.open)
-        pipe.data = pipe.data[len(pipe.data) - keep :]
-        return False
+        match = self._mark.search(pipe.data)
+        if match is None:
+            keep = self._may_begin(pipe.data) if pipe.open else 0
+            self._text(pipe, pipe.data[: len(pipe.data) - keep], final=not pipe.open)
+            pipe.data = pipe.data[len(pipe.data) - keep :]
+            return False
+        self._text(pipe, pipe.data[: match.start()])
+        pipe.data = pipe.data[match.end() :]
+        pipe.kind, pipe.mark = match[1].decode(), int(match[2])
+        self._since_s = time.monotonic()
+        return True
 
     def _may_begin(self, data: bytes) -> int:
         """How many bytes at the end could be the beginning of a mark."""
-        at = data.rfind(b"\x1b", -len(self._begin))
-        return len(data) - at if at >= 0 and self._begin.startswith(data[at:]) else 0
+        at = data.rfind(b"\x1b", -len(self._begin) - _MARK_END_BYTES)
+        rest = data[at:] if at >= 0 else b""
+        return len(rest) if self._begin.startswith(rest) or self._half_mark.fullmatch(rest) else 0
 
     def _text(self, pipe: _Pipe, data: bytes, final: bool = False) -> None:
         if data:
             self._log.write(data)
         if text := pipe.decoder.decode(data, final):
-            self._tail.append(text[-2000:])
+            self._tail.append(text[-_TAIL_CHARS:])
             self._on_text(pipe.name, text)
 
     def _pass_mark(self) -> bool:
-        first, second = self._pipes
-        marks = [p.mark for p in self._pipes if p.mark]
-        if not marks:
+        standing = [p for p in self._pipes if p.mark]
+        if not standing:
             return False
         waited = time.monotonic() - self._since_s > _HOLD_S
-        if len(marks) == 1 and not waited and all(p.open for p in self._pipes):
+        if len(standing) == 1 and not waited and all(p.open for p in self._pipes):
             return False
-        number = min(marks)
-        if not self._on_mark(self._kind, number) and not waited:
+        first = min(standing, key=lambda p: p.mark)
+        if not self._on_mark(first.kind, first.mark) and not waited:
             return False
-        for pipe in (first, second):
+        number = first.mark
+        for pipe in standing:
             if pipe.mark == number:
                 pipe.mark = 0
         return True
 
     def held(self) -> bool:
-        """Does a pipe stand at a mark?"""
+        """Whether a pipe stands at a mark."""
         return any(p.mark for p in self._pipes)
 
     def tail(self, lines: int = 12) -> list[str]:
         """The last lines that were written."""
-        return "".join(self._tail).splitlines()[-lines:]
+        return [line[:_TAIL_CHARS] for line in "".join(self._tail).splitlines()[-lines:]]
 
     def close(self) -> None:
         """Read no more."""

@@ -85,7 +85,7 @@ class _Channel:
 
     def receive(self) -> list[Packet]:
         """All messages that have arrived, without waiting; what cannot be trusted or read is counted in `dropped`."""
-        packets = []
+        packets: list[Packet] = []
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)

@@ -65,12 +65,15 @@ class RankStream(io.TextIOBase):
     line_buffering = True
 
     def writable(self) -> bool:
+        """Always."""
         return True
 
     def fileno(self) -> int:
+        """1 or 2."""
         return self._fd
 
     def isatty(self) -> bool:
+        """Never: nobody sits at a rank."""
         return False
 
     def reconfigure(self, **_: Any) -> None:
@@ -81,6 +84,7 @@ class RankStream(io.TextIOBase):
         self.flush()
 
     def write(self, text: str) -> int:
+        """Write text; what ends in a line end leaves at once."""
         if type(text) is not str:
             if not isinstance(text, str):
                 raise TypeError(f"write() argument must be str, not {type(text).__name__}")
@@ -106,6 +110,7 @@ class RankStream(io.TextIOBase):
             self._streams.put(self, data)
 
     def flush(self) -> None:
+        """Let this thread's unfinished line go."""
         with self._streams.lock:
             before, _ = self._partial.pop(threading.get_ident(), ("", 0.0))
             if before:
@@ -148,6 +153,8 @@ class Streams:
     def _after_fork(self) -> None:
         self.lock = threading.RLock()
         self._last = None
+        for stream in (self.stdout, self.stderr):
+            stream._partial.clear()  # the parent writes it
 
     def put(self, stream: RankStream, data: bytes) -> None:
         """Write all of `data` to the stream's pipe; the caller holds the lock."""
