@@ -6,6 +6,7 @@ process. `Facts` travels as JSON, so that a pasted report or a fixture can be ju
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 import json
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -180,11 +181,10 @@ def _build(kind: Any, value: Any, where: str) -> Any:
 
 def seen_by_cuda(facts: Facts) -> Visible:
     """Which GPUs CUDA shows a process here."""
-    if not facts.devices:
+    uuids = facts.torch.uuids if facts.torch else None
+    if facts.gpus is None or not facts.gpus.devices:
         return Visible()
-    return visible(
-        facts.gpus or gpu.Snapshot(), facts.variables, torch_uuids=facts.torch.uuids if facts.torch else None
-    )
+    return visible(facts.gpus, facts.variables, torch_uuids=uuids)
 
 
 def num_ranks(facts: Facts) -> int:
@@ -241,7 +241,7 @@ def gather(*, nodes: int = 1, ranks: int | None = None, folder: Path | None = No
         The notebook's folder, where files may hide modules; None: the current one.
     """
     machine, own, allowed = Machine(), psutil.Process(), os.sched_getaffinity(0)
-    with _Probe() as probe:
+    with _probe() as probe:
         shm = machine.shm()
         facts = dataclasses.replace(
             _gpus(machine, gpu.snapshot()),
@@ -270,41 +270,36 @@ def gather(*, nodes: int = 1, ranks: int | None = None, folder: Path | None = No
             addresses=_addresses(),
             shadows=_shadows(folder or Path.cwd()),
         )
-        told = _build(Facts, probe.answer(), "torch's answer")
+        told = _build(Facts, _answer(probe), "torch's answer")
     return dataclasses.replace(
         facts, torch=told.torch, hostname=told.hostname, hostname_addresses=told.hostname_addresses
     )
 
 
-class _Probe:
+@contextlib.contextmanager
+def _probe() -> Iterator[subprocess.Popen[bytes]]:
     """The child that imports torch; whatever happens, it is gone at the end of the block."""
+    command = [sys.executable, "-P", str(Path(__file__).with_name("probe.py"))]
+    pipe, none = subprocess.PIPE, subprocess.DEVNULL
+    child = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, start_new_session=True)
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
 
-    def __enter__(self) -> _Probe:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("probe.py"))],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self.pid = self._process.pid
-        return self
 
-    def answer(self) -> dict[str, Any]:
-        try:
-            out, err = self._process.communicate(timeout=_PROBE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return {"torch": {"error": f"importing torch did not end within {_PROBE_TIMEOUT_S:.0f} s"}}
-        try:
-            return typing.cast("dict[str, Any]", json.loads(out.splitlines()[-1]))
-        except (ValueError, IndexError):
-            last = err.decode(errors="replace").strip().splitlines()[-1:]
-            return {"torch": {"error": f"importing torch ended the process ({self._process.returncode}): {last}"}}
-
-    def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+def _answer(probe: subprocess.Popen[bytes]) -> Any:
+    try:
+        out, err = probe.communicate(timeout=_PROBE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return {"torch": {"error": f"importing torch did not end within {_PROBE_TIMEOUT_S:.0f} s"}}
+    try:
+        return json.loads(out.splitlines()[-1])
+    except (ValueError, IndexError):
+        last = err.decode(errors="replace").strip().splitlines()[-1:]
+        return {"torch": {"error": f"importing torch ended the process ({probe.returncode}): {last}"}}
 
 
 def _versions(names: tuple[str, ...]) -> dict[str, str]:
