@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import decimal
+import sys
 from collections import deque
 from time import monotonic, sleep
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 __all__ = ["Pending", "number"]
 
@@ -122,10 +122,13 @@ def number(value: object) -> float | Pending:
 
 
 def _of_tensor(value: torch.Tensor) -> float | Pending:
-    if isinstance(value, DTensor):
-        if not all(placement.is_replicate() for placement in value.placements):
-            raise TypeError("a DTensor that is not replicated: its value needs a collective, log its full_tensor()")
-        value = value.to_local()
+    if type(value) is not torch.Tensor:
+        # its module takes a second to import: whoever has made a DTensor has imported it
+        dtensors = sys.modules.get("torch.distributed.tensor")
+        if dtensors is not None and isinstance(value, dtensors.DTensor):
+            if not all(placement.is_replicate() for placement in value.placements):
+                raise TypeError("a DTensor that is not replicated: its value needs a collective, log its full_tensor()")
+            value = value.to_local()
     if value.numel() != 1:
         raise TypeError(f"a Tensor of shape {tuple(value.shape)} is not one number")
     if value.is_complex():

@@ -181,6 +181,25 @@ def test_refusals_say_why(rank: Rank, value: object, reason: str) -> None:
     assert rank.notices() == [f"log(x=...) skipped: {reason}"]
 
 
+def test_a_dtensor_is_read_only_where_no_collective_is_needed(rank: Rank) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        log(whole=DTensor.from_local(torch.tensor(2.5), mesh, [Replicate()]))
+        log(norm=DTensor.from_local(torch.tensor(2.5), mesh, [Partial()]))  # what clip_grad_norm_ gives under FSDP
+    finally:
+        dist.destroy_process_group()
+    rank.end()
+    assert rank.curves() == {"whole": [(0, 2.5)]}
+    assert rank.notices() == [
+        "log(norm=...) skipped: a DTensor that is not replicated: its value needs a collective, log its full_tensor()"
+    ]
+
+
 def test_each_run_refuses_anew(rank: Rank) -> None:
     log(x=None)
     rank.end()
