@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from nbdist.errors import CollectiveBroken
 
-__all__ = ["HINTS", "Hint", "explain_memory", "find_hint", "is_secondary"]
+__all__ = ["HINTS", "Hint", "find_hint", "is_out_of_memory", "is_secondary"]
 
 # gloo 2.9 to 2.13: what a collective raises when a peer's connection has ended
 _CONNECTION_LOST = re.compile(
@@ -167,53 +167,11 @@ def find_hint(error: BaseException, namespace: Mapping[str, Any]) -> str | None:
     return None
 
 
-_OUT_OF_MEMORY = (
-    "next steps, the cheapest first: a smaller batch (with gradient accumulation), mixed precision (nbdist.autocast()), "
-    "activation checkpointing, FSDP (nbdist.fsdp(model)); nbdist.estimate() tells beforehand what fits"
-)
-_FRAGMENTED = "much is reserved and not allocated: PYTORCH_ALLOC_CONF=expandable_segments:True before the start may do"
-_GIB = 2**30
-
-
-def explain_memory(
-    error: BaseException | None, sample: Callable[[], Mapping[str, Any]]
-) -> tuple[list[str], str | None]:
-    """Say for an out-of-memory error how this rank's memory was, and what to do; nothing for any other error.
-
-    Parameters
-    ----------
-    error
-        What the cell raised, while its frames are still alive.
-    sample
-        Reads the rank's memory.
-    """
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation failed, as its type says: a text with the word memory in it is no such error."""
     import torch
 
-    if not isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return [], None
-    values = sample()
-    names = {
-        "allocated": "allocated_bytes",
-        "reserved": "reserved_bytes",
-        "peak": "peak_bytes",
-        "device in use": "device_used_bytes",
-        "of": "device_total_bytes",
-        "parameters": "parameters_bytes",
-        "gradients": "gradients_bytes",
-        "optimizer state": "optimizer_bytes",
-        "process": "process_uss_bytes",
-    }
-    found = {name: values[key] for name, key in names.items() if values.get(key) is not None}
-    states = sum(found.get(name, 0) for name in ("parameters", "gradients", "optimizer state"))
-    if "allocated" in found:
-        found["activations and the rest"] = max(0, found["allocated"] - states)
-    text = ", ".join(f"{name} {value / _GIB:.2f} GiB" for name, value in found.items())
-    lines = [f"memory of this rank at that moment: {text or 'not available'}"]
-    if "allocated" not in found:
-        lines[0] += " (no CUDA device: host memory)"
-    reserved, allocated = found.get("reserved", 0), found.get("allocated", 0)
-    fragmented = reserved > 1.25 * allocated and reserved - allocated > _GIB
-    return lines, f"{_FRAGMENTED}; {_OUT_OF_MEMORY}" if fragmented else _OUT_OF_MEMORY
+    return isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def is_secondary(error: BaseException | None) -> bool:

@@ -146,7 +146,7 @@ class Rank:
             del packet
 
     def _execute(self, request: m.ExecuteRequest, _: object) -> None:
-        from nbdist.worker.hints import explain_memory, find_hint, is_secondary
+        from nbdist.worker.hints import find_hint, is_out_of_memory, is_secondary
         from nbdist.worker.shell import Outcome, RankShell
 
         self._run_id = request.run_id
@@ -172,8 +172,8 @@ class Rank:
         ended_s = time.time()
         secondary = is_secondary(outcome.error)
         hint = find_hint(outcome.error, self.shell.user_ns) if outcome.error is not None else None
-        memory, remedy = explain_memory(outcome.error, self.telemetry.sample)
-        outcome.traceback += memory
+        if is_out_of_memory(outcome.error):  # while the frames of the cell still hold what they held
+            outcome.traceback += self.telemetry.memory.explain_failure()
         communicated = self.group.communicated
         if outcome.status != "ok" and communicated:
             # Peers may wait for a collective this rank will never join: they are freed without asking anybody.
@@ -194,7 +194,7 @@ class Rank:
             group=self.group.state,
             communicated=communicated,
             steps=self.steps.count,
-            hint=hint or remedy,
+            hint=hint,
             exit_code=outcome.exit_code,
             details=outcome.details or None,
         )
