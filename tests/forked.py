@@ -58,7 +58,14 @@ class Rank:
     _heard: threading.Condition = field(default_factory=threading.Condition)
 
     def listen(self) -> None:
-        """The rank's I/O thread: does what the test sends."""
+        """The rank's I/O thread."""
+        try:
+            self._listen()
+        except BaseException:
+            self.link.send(("failed", f"rank {self.rank}, I/O thread\n{traceback.format_exc()}"))
+
+    def _listen(self) -> None:
+        """Do what the test sends."""
         while True:
             try:
                 what, *args = self.link.recv()

@@ -77,6 +77,7 @@ class Group:
         self._given_up = False
         self._made = 0
         self._current = backend
+        self._timeout = internals.default_timeout(backend)
         self._issued_before = 0
         self._waiting = Waiting()
         self._scripts = Scripts(self, notice)
@@ -221,12 +222,13 @@ class Group:
         store = prefixed if "nccl" in backend else breakable
         if device_id is None and "nccl" in backend and self.device.type == "cuda":
             device_id = self.device
+        self._timeout = timeout or internals.default_timeout(backend)
         internals.make_default_group(
             backend,
             store=PrefixStore("default", store),
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timeout or internals.default_timeout(backend),
+            timeout=self._timeout,
             device_id=device_id,
             options=options,
         )
@@ -254,9 +256,7 @@ class Group:
         options: Any,
     ) -> None:
         """Do what ``init_process_group`` in a cell asks for: keep the group if it fits, else make another."""
-        if not self.broken and backend == self._current and options is None:
-            if timeout is not None:
-                internals.set_timeout(timeout)
+        if not self.broken and backend == self._current and options is None and timeout in (None, self._timeout):
             return
         if len(self.ranks) < self.world_size:
             raise InputError(

@@ -6,7 +6,6 @@ Written against torch 2.9 to 2.13. What is used, and why there is no public way:
 ``distributed_c10d._world``               lists the groups that exist, with name, ranks and backend
 ``_new_process_group_helper``             makes a group under a given name, so that device meshes, which hold
                                           names, find the new group where they had the old one
-``_set_pg_timeout``                       gives an existing group the time-out a script asks for
 ``_abort_process_group``'s parts          ``abort()`` of every NCCL communicator inside one NCCL group call
 ``FSDPModule._get_fsdp_state()``          the groups FSDP2 has put aside in each module's mesh info
 ``DistributedDataParallel.__dict__``      what ``__init__`` resets when it is run again
@@ -48,7 +47,6 @@ __all__ = [
     "replace_everywhere",
     "replace_groups",
     "reserve_names",
-    "set_timeout",
     "tear_down",
 ]
 
@@ -228,11 +226,6 @@ def tear_down() -> None:
         table.clear()
     c10d._unregister_all_process_groups()
     world.group_count = 0
-
-
-def set_timeout(timeout: timedelta) -> None:
-    """Give the default group's collectives another time-out."""
-    c10d._set_pg_timeout(timeout, None)
 
 
 @contextlib.contextmanager

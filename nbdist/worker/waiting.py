@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ from nbdist.worker.frames import is_library, method_called
 
 __all__ = ["Waiting"]
 
-_BUSY_SHARE = 0.5  # a thread that computes more than this share of the time does not wait
+_SURE_AFTER_S = 0.2  # a backward pass that has slept this long waits for another rank
 _WAITS = ("wait", "synchronize")  # methods in C++: of a Work, a CUDA event or stream
 # Python functions of c10d that a cell calls by their own names.
 _C10D = "torch/distributed/distributed_c10d.py"
@@ -22,12 +23,10 @@ class Waiting:
     """Looks at the main thread now and then."""
 
     def __init__(self) -> None:
-        main = threading.main_thread()
-        self._ident = main.ident
+        self._ident = threading.main_thread().ident or 0
+        self._state = f"/proc/self/task/{os.getpid()}/stat"  # the main thread; Python's native_id is stale after a fork
         self._mark: object = None
         self._since_s = 0.0
-        self._cpu_s = 0.0
-        self._seen_s = 0.0
 
     def look(self, issued: Callable[[], int]) -> tuple[str, float] | None:
         """What the main thread waits in, and since when (unix time); None if it waits in no collective.
@@ -38,28 +37,26 @@ class Waiting:
             Counts the collectives of the default group: as long as the count grows, nothing waits.
         """
         now_s = time.time()
-        frame = sys._current_frames().get(self._ident or 0)
+        frame = sys._current_frames().get(self._ident)
         found = _operation(frame) if frame is not None else None
         if frame is None or found is None:
             self._mark = None
             return None
         operation, sure = found
-        cpu_s = self._cpu_time()
-        mark = (id(frame), frame.f_lasti, operation, issued())
+        # In a backward pass the thread may also be computing: its time of CPU tells that it moves.
+        work = None if sure else (time.clock_gettime_ns(time.pthread_getcpuclockid(self._ident)), self._runs())
+        mark = (id(frame), frame.f_lasti, operation, issued(), work)
         if mark != self._mark:
-            self._mark, self._since_s, self._cpu_s, self._seen_s = mark, now_s, cpu_s, now_s
-        elif not sure and cpu_s - self._cpu_s > _BUSY_SHARE * (now_s - self._seen_s):
-            self._since_s = now_s
-        self._cpu_s, self._seen_s = cpu_s, now_s
-        if not sure and self._since_s == now_s:
+            self._mark, self._since_s = mark, now_s
+        if not sure and now_s - self._since_s < _SURE_AFTER_S:
             return None
         return operation, self._since_s
 
-    def _cpu_time(self) -> float:
-        try:
-            return time.clock_gettime(time.pthread_getcpuclockid(self._ident or 0))
-        except (OSError, ProcessLookupError):
-            return 0.0
+    def _runs(self) -> int:
+        """0 while the thread sleeps; a number that is never the same while it wants to run."""
+        with open(self._state) as stat:
+            state = stat.read().rpartition(")")[2].split()[0]
+        return 0 if state in "SD" else time.monotonic_ns()
 
 
 def _operation(frame: FrameType) -> tuple[str, bool] | None:

@@ -38,6 +38,7 @@ def test_a_missing_interface_is_named_at_once() -> None:
         'dist.init_process_group("gloo", init_method="env://")',
         'dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29500", rank=RANK, world_size=2)',
         "dist.init_process_group()",
+        "dist.init_process_group(timeout=datetime.timedelta(seconds=77 + calls)); calls += 1",
         'dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=77))',
         'os.environ["MASTER_ADDR"] = "localhost"; os.environ["MASTER_PORT"] = "1"; dist.init_process_group()',
         'dist.init_process_group("cpu:gloo")',
@@ -48,7 +49,7 @@ def test_a_script_may_init_again_and_again(call: str) -> None:
     code = f"import os, datetime, torch, torch.distributed as dist\n{call}\nx = torch.ones(1); dist.all_reduce(x)"
 
     def body(me: Rank) -> list[float]:
-        me.namespace["RANK"] = me.rank
+        me.namespace.update(RANK=me.rank, calls=0)
         sums = []
         for _ in range(3):
             error = me.cell(code)
@@ -144,6 +145,79 @@ def test_a_blocked_collective_is_named_and_broken_off(operation: str) -> None:
         links[1].send(("go",))
 
     assert run_ranks(2, body, drive) == [[2.0, False]] * 2
+
+
+MODULES = {
+    "DDP backward": "model(x).sum().backward()",
+    "FSDP forward": "sharded(x)",
+    "FSDP backward": "sharded(x).sum().backward()",
+}
+
+
+@pytest.mark.parametrize("operation", MODULES)
+def test_a_wait_in_a_wrapped_module_is_named_and_broken_off(operation: str) -> None:
+    setup = """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.distributed.fsdp import fully_shard
+model = DDP(torch.nn.Linear(4, 2))
+sharded = fully_shard(torch.nn.Sequential(fully_shard(torch.nn.Linear(4, 4)), fully_shard(torch.nn.Linear(4, 2))))
+x = torch.ones(2, 4)
+"""
+
+    def body(me: Rank) -> float:
+        error = me.cell(setup)
+        assert error is None, repr(error)
+        if me.rank == 0:
+            error = me.cell(MODULES[operation])
+            assert isinstance(error, RuntimeError), repr(error)
+        else:
+            if operation == "FSDP backward":
+                assert me.cell("sharded(x)") is None
+            me.wait_for("go")
+        attached, lost = me.group.renew(1, me.namespace, attach=True)
+        assert (attached, lost) == (["model", "sharded"], [])
+        error = me.cell("sharded(x).sum().backward(); model(x).sum().backward()")
+        assert error is None, repr(error)
+        return _sum()
+
+    def drive(links: list) -> None:
+        since = []
+        while len(since) < 2:
+            links[0].send(("waiting",))
+            found = expect(links[0], "waiting")
+            if found is not None and operation in found[0]:
+                since.append(found[1])
+        assert since[0] <= since[1]
+        links[0].send(("give_up", "rank 1 failed"))
+        links[1].send(("go",))
+
+    assert run_ranks(2, body, drive) == [2.0] * 2
+
+
+def test_a_rank_that_computes_waits_in_nothing() -> None:
+    code = """
+import torch
+parameter = torch.ones(300, 300, requires_grad=True)
+while not stop.is_set():
+    y = parameter
+    for _ in range(20): y = y @ parameter
+    y.sum().backward()
+"""
+
+    def body(me: Rank) -> None:
+        me.namespace["stop"] = threading.Event()
+        threading.Thread(target=lambda: (me.wait_for("enough"), me.namespace["stop"].set())).start()
+        error = me.cell(code)
+        assert error is None, repr(error)
+
+    def drive(links: list) -> None:
+        for _ in range(200):
+            links[0].send(("waiting",))
+            assert expect(links[0], "waiting") is None
+        links[0].send(("enough",))
+
+    run_ranks(1, body, drive)
 
 
 def test_peers_of_a_rank_that_gives_up_are_freed() -> None:
