@@ -149,13 +149,20 @@ class Group:
         """
         return self.broken or internals.issued() != self._issued_before
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: str, generation: int | None = None) -> None:
         """Break every connection of this rank's groups, so that blocked collectives return with an error.
 
         Any thread; idempotent. The group stays broken until `renew`.
+
+        Parameters
+        ----------
+        reason
+            What a rank that is still making a group is told.
+        generation
+            Do nothing if the group is of another one: a request may come late, when the group has been renewed.
         """
         with self._lock:
-            if self._given_up or self.generation < 0:
+            if self._given_up or self.generation < 0 or generation not in (None, self.generation):
                 return
             self._given_up = True
             self.reason = reason

@@ -141,7 +141,7 @@ def test_a_blocked_collective_is_named_and_broken_off(operation: str) -> None:
             found = expect(links[0], "waiting")
             if found is not None and found[0] == operation:
                 break
-        links[0].send(("give_up", "rank 1 failed"))
+        links[0].send(("give_up", "rank 1 failed", 0))
         links[1].send(("go",))
 
     assert run_ranks(2, body, drive) == [[2.0, False]] * 2
@@ -189,7 +189,7 @@ x = torch.ones(2, 4)
             if found is not None and operation in found[0]:
                 since.append(found[1])
         assert since[0] <= since[1]
-        links[0].send(("give_up", "rank 1 failed"))
+        links[0].send(("give_up", "rank 1 failed", 0))
         links[1].send(("go",))
 
     assert run_ranks(2, body, drive) == [2.0] * 2
