@@ -358,7 +358,7 @@ class Dashboard:
     def _push_widget(self, at: float, now: bool) -> None:
         _warm_up(self._opened_s)
         for _ in range(64):  # a bound: 64 bursts are the whole of the largest run
-            message = self._feed.message(at)
+            message = self._feed.message(at, at_once=now)
             texts = {rank: text for rank, text in self._text.copy().items() if self._text_sent.get(rank) != text}
             if message is None and not texts:
                 return

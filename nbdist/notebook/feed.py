@@ -77,13 +77,15 @@ class Feed:
         self._repeat_tokens = 0.0
         self.behind = True  # there is more to send than fitted into the last message
 
-    def message(self, now_s: float) -> tuple[dict[str, Any], list[bytes]] | None:
+    def message(self, now_s: float, *, at_once: bool = False) -> tuple[dict[str, Any], list[bytes]] | None:
         """What to send next, or None if nothing has changed.
 
         Parameters
         ----------
         now_s
             Monotonic time; sets how much may be sent.
+        at_once
+            Send the state of the ranks now, due or not.
         """
         run = self._run
         passed = 0.0 if self._at_s is None else now_s - self._at_s
@@ -97,7 +99,8 @@ class Feed:
         if fresh:
             self._deltas(names, chunks)
         self._keyframes(names, chunks)
-        said = state(run) if now_s - self._said_s >= STATE_S or run.ended_s is not None else None
+        due = at_once or now_s - self._said_s >= STATE_S
+        said = state(run) if due else None
         if said is not None:
             self._said_s = now_s
             if said == self._said:

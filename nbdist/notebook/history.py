@@ -171,22 +171,26 @@ class History:
             series = self._metrics[key] = _Series()
         steps, _, values = points
         if key not in self.turned_back:
-            before = series.read()[0, -1:]
-            jumps = np.flatnonzero(np.diff(np.concatenate([before, steps])) < 0)
-            if len(jumps):
-                self.turned_back[key] = float(steps[jumps[0] + 1 - len(before)])
-        bad = ~np.isfinite(values)
-        if bad.any():
-            known = self._non_finite.get(key)
-            at = int(np.argmax(bad))
-            self._non_finite[key] = NonFinite(
-                name=name,
-                rank=rank,
-                step=known.step if known else float(steps[at]),
-                value=known.value if known else float(values[at]),
-                count=(known.count if known else 0) + int(bad.sum()),
-            )
+            known_steps = series.published[0][0]
+            if len(known_steps) and steps[0] < known_steps[-1]:
+                self.turned_back[key] = float(steps[0])
+            elif (back := steps[1:] < steps[:-1]).any():
+                self.turned_back[key] = float(steps[1 + int(np.argmax(back))])
+        finite = np.isfinite(values)
+        if not finite.all():
+            self._note_non_finite(key, steps, values, ~finite)
         series.append(points, self._limit)
+
+    def _note_non_finite(self, key: tuple[str, int], steps: Floats, values: Floats, bad: npt.NDArray[np.bool_]) -> None:
+        known = self._non_finite.get(key)
+        at = int(np.argmax(bad))
+        self._non_finite[key] = NonFinite(
+            name=key[0],
+            rank=key[1],
+            step=known.step if known else float(steps[at]),
+            value=known.value if known else float(values[at]),
+            count=(known.count if known else 0) + int(bad.sum()),
+        )
 
     def add_sample(self, rank: int, message: Sample) -> None:
         """Keep what a rank read about itself; unknown keys are kept too."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deadlines import CELL_S, GONE_S, START_S, wait_until
-from playwright.sync_api import Page, Playwright
+from playwright.sync_api import Error, Page, Playwright
 
 __all__ = ["Browser", "Server", "Sheet"]
 
@@ -198,8 +198,13 @@ class Sheet:
         server.write(name, cells)
         self.page = browser.page()
         self.errors: list[str] = []
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("pageerror", self._note)
         self.open()
+
+    def _note(self, error: Error) -> None:
+        """Keep errors of the dashboard's module, which is loaded from a blob; JupyterLab and Notebook have their own."""
+        if "blob:" in (error.stack or ""):
+            self.errors.append(f"{error}\n{error.stack}")
 
     @property
     def _panel(self) -> str:

@@ -673,7 +673,7 @@ class Plot {
 
   /** The reading line, and what every rank had there. */
   overlay() {
-    if (!this.range || !this.width) return;
+    if (!this.range || !this.width || !this.view.ink) return;
     const g = size(this.over, this.width, HEIGHT, window.devicePixelRatio || 1);
     g.clearRect(0, 0, this.width, HEIGHT);
     const ranks = this.ranks();
@@ -928,7 +928,7 @@ class View {
     // An output scrolled out of sight is not drawn, and drawn at once when it comes back.
     const sight = new IntersectionObserver((entries) => { this.visible = entries.at(-1).isIntersecting; listener(); });
     sight.observe(this.root);
-    const theme = new MutationObserver(() => { this.ink = this.readInk(); listener(); });
+    const theme = new MutationObserver(() => { this.ink = null; listener(); });
     theme.observe(document.body, { attributes: true, attributeFilter: ["class", "data-jp-theme-name", "data-jp-theme-light"] });
     const clock = setInterval(listener, 1000);
     this.close = () => {
@@ -961,7 +961,7 @@ class View {
       h("div", { class: "nbd-body" }, this.plot.node, this.side), this.table.node, this.text.node);
     this.root.dashboard = this; // for whoever looks at the numbers behind the picture
     el.append(this.root);
-    this.ink = this.readInk();
+    this.ink = null; // read at the first drawing: until the element is in the page it has no colours
     this.visible = true;
   }
 
@@ -985,6 +985,7 @@ class View {
   draw() {
     const { store } = this;
     if (!this.root.isConnected) return;
+    this.ink ??= this.readInk();
     this.root.toggleAttribute("data-many", store.ranks.length > this.meta.many);
     this.plot.draw();
     this.clock();
