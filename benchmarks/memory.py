@@ -1,7 +1,7 @@
 """Compare what ``nbdist.estimate`` forecasts with the living tensors of real ranks: ``python benchmarks/memory.py``.
 
-Each pair of model and strategy is trained for three steps on real CPU ranks; the peak is that of the third, counted by the
-same tracker. Where a GPU is at hand (``--gpu``), torch's own peak of one rank on it is compared too.
+Each pair of model and strategy is trained for three steps on real CPU ranks; the peak is that of the third, counted by
+the same tracker. Where a GPU is at hand (``--gpu``), torch's own peak of one rank on it is compared too.
 """
 
 from __future__ import annotations
@@ -231,7 +231,8 @@ def compare(device: str) -> None:
         form = (estimate.form.parameters + estimate.form.gradients + estimate.form.optimizer_state) / real["states"] - 1
         worst = {"states": max(worst["states"], abs(states_error)), "peak": max(worst["peak"], abs(peak_error))}
         print(
-            f"{pair.name:72}{real['states'] / 2**20:8.1f} M{states_error:+8.1%}{peak / 2**20:8.1f} M{peak_error:+8.1%}   {form:+11.1%}",
+            f"{pair.name:72}{real['states'] / 2**20:8.1f} M{states_error:+8.1%}"
+            f"{peak / 2**20:8.1f} M{peak_error:+8.1%}   {form:+11.1%}",
             flush=True,
         )
     print(f"largest error: {worst['states']:.1%} of the states, {worst['peak']:.1%} of the peak")
@@ -282,11 +283,13 @@ def seven_billion() -> None:
     )
     for one in curve:
         print(
-            f"{one.world_size:4} GPUs: states {one.states_bytes / 2**30:6.2f} GiB, peak {one.peak_bytes / 2**30:6.2f} GiB"
+            f"{one.world_size:4} GPUs: states {one.states_bytes / 2**30:6.2f} GiB, "
+            f"peak {one.peak_bytes / 2**30:6.2f} GiB"
         )
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
-        f"in {time.perf_counter() - start:.1f} s ({time.process_time() - busy:.1f} s of processor time), {used:.2f} GiB of host memory"
+        f"in {time.perf_counter() - start:.1f} s ({time.process_time() - busy:.1f} s of processor time), "
+        f"{used:.2f} GiB of host memory"
     )
 
 
