@@ -276,7 +276,6 @@ class Notebook:
         if self._manager.is_alive():
             self._manager.shutdown_kernel(now=False)
         self._manager.cleanup_resources()
-        self._client.context.term() if self._client.context is not self._manager.context else None
         wait_until(lambda: not any(_alive(p) for p in self._seen.values()), GONE_S, "all processes of the kernel gone")
 
 
