@@ -274,11 +274,11 @@ class Llama7b(Gpt):
 
 def seven_billion() -> None:
     """Forecast a model of 7 billion parameters on 8 to 512 GPUs; prints the seconds and the memory that took."""
-    import nbdist
+    from nbdist.train.memory import forecast
 
     start, busy = time.perf_counter(), time.process_time()
     batch = tuple(torch.zeros(1, 2048, dtype=torch.int64, device="meta") for _ in range(2))
-    curve = nbdist.forecast(
+    curve = forecast(
         Llama7b, batch, "full", [8, 16, 32, 64, 128, 256, 512], mixed_precision="bf16", activation_checkpointing=True
     )
     for one in curve:
@@ -287,10 +287,8 @@ def seven_billion() -> None:
             f"peak {one.peak_bytes / 2**30:6.2f} GiB"
         )
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(
-        f"in {time.perf_counter() - start:.1f} s ({time.process_time() - busy:.1f} s of processor time), "
-        f"{used:.2f} GiB of host memory"
-    )
+    took = f"{time.perf_counter() - start:.1f} s ({time.process_time() - busy:.1f} s of processor time)"
+    print(f"in {took}, {used:.2f} GiB of host memory")
 
 
 def main() -> None:

@@ -77,6 +77,10 @@ class Advice:
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
 
+    def with_memory(self, memory_bytes: int) -> Advice:
+        """The advice for GPUs with another amount of memory, without forecasting again."""
+        return _advice(self.candidates, self.gpus, memory_bytes, self.batch_size)
+
     def rows(self) -> list[tuple[str, ...]]:
         """One row per candidate, as shown."""
         rows: list[tuple[str, ...]] = []
@@ -188,16 +192,19 @@ def recommend(
         found = torch.cuda.is_available()
         memory_bytes = torch.cuda.get_device_properties(0).total_memory if found else _DEFAULT_BYTES
     counts = sorted({gpus, *gpu_counts})
-    usable = (1 - _MARGIN) * memory_bytes
     candidates = tuple(_ladder(model_fn, batch, counts, options))
-    chosen = next((c for c in candidates if c.estimates[gpus].peak_bytes <= usable), None)
+    return _advice(candidates, gpus, memory_bytes, _batch_size(batch))
+
+
+def _advice(candidates: tuple[Candidate, ...], gpus: int, memory_bytes: int, batch_size: int | None) -> Advice:
+    usable = (1 - _MARGIN) * memory_bytes
     return Advice(
         gpus=gpus,
         memory_bytes=memory_bytes,
         usable_bytes=usable,
-        batch_size=_batch_size(batch),
+        batch_size=batch_size,
         candidates=candidates,
-        chosen=chosen,
+        chosen=next((c for c in candidates if c.estimates[gpus].peak_bytes <= usable), None),
     )
 
 

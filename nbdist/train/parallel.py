@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -339,17 +339,20 @@ def wrap_2(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, start_equal: bool 
     offload: OffloadPolicy = CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy()
     # None keeps torch's own choice for "full": units are freed after forward, the root's rest is not.
     reshard = False if plan.strategy == "grad_op" else None
+    policy = policy or MixedPrecisionPolicy()
+    # Only the whole model's output is converted: between units it would meet weights of the other type.
+    within = replace(policy, output_dtype=None)
     for _, module in [*reversed(plan.units), ("", model)]:
-        if module is not model or not any(m is model for _, m in plan.units):
-            if start_equal:
-                _start_equal(module, plan.device)
-            fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=reshard,
-                mp_policy=policy or MixedPrecisionPolicy(),
-                offload_policy=offload,
-            )
+        root = module is model
+        if start_equal:
+            _start_equal(module, plan.device)
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy if root else within,
+            offload_policy=offload,
+        )
     return model
 
 

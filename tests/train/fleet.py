@@ -58,7 +58,7 @@ class Fleet:
         for number in range(self.size):
             ours, theirs = self.context.Pipe()
             process = self.context.Process(
-                target=serve, args=(theirs, str(self.folder / f"stack{number}")), daemon=True
+                target=serve, args=(theirs, str(self.folder / f"stack{number}")), daemon=False
             )
             process.start()
             theirs.close()
@@ -120,6 +120,8 @@ def serve(connection: Connection, stack: str) -> None:
     """Life of one rank's process."""
     import torch
 
+    # A process of a fork server would start loader workers by another one, as Python 3.14 does.
+    multiprocessing.set_start_method("fork", force=True)
     with open(stack, "w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         torch.set_num_threads(1)
