@@ -102,18 +102,22 @@ class Rank:
         return None
 
 
-def _child(rank: int, world_size: int, folder: Path, link: Any, body: Callable[[Rank], Any], join: bool) -> None:
+def _child(
+    rank: int, world_size: int, folder: Path, link: Any, body: Callable[[Rank], Any], join: bool, cuda: bool
+) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
+    if cuda:
+        torch.cuda.set_device(rank)
     notices: list[str] = []
     telemetry = Recorder()
     group = Group(
         rank=rank,
         world_size=world_size,
-        backend="gloo",
+        backend="nccl" if cuda else "gloo",
         folder=folder,
-        device=torch.device("cpu"),
+        device=torch.device("cuda", rank) if cuda else torch.device("cpu"),
         notice=notices.append,
     )
     steps = Steps(telemetry, notice=notices.append)  # type: ignore[arg-type]
@@ -133,6 +137,7 @@ def run_ranks(
     drive: Callable[[Sequence[Any]], Any] | None = None,
     *,
     join: bool = True,
+    cuda: bool = False,
 ) -> list[Any]:
     """Run a function in forked ranks and return what it returned in each.
 
@@ -142,6 +147,8 @@ def run_ranks(
         Runs in each rank.
     drive
         Runs here meanwhile, with a connection to each rank.
+    cuda
+        Use NCCL and a GPU per rank; this process must not have touched CUDA.
     """
     folder = Path(tempfile.mkdtemp(prefix="nbt-"))
     links, pids = [], []
@@ -155,7 +162,7 @@ def run_ranks(
                     ours.close()
                     for link in links:
                         link.close()
-                    _child(rank, world_size, folder, theirs, body, join)
+                    _child(rank, world_size, folder, theirs, body, join, cuda)
                     code = 0
                 except BaseException:
                     theirs.send(("failed", f"rank {rank}\n{traceback.format_exc()}"))

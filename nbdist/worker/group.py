@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +34,7 @@ __all__ = ["Group"]
 _log = logging.getLogger(__name__)
 
 JOIN_PATIENCE_S = 60.0
+_LONG_ON_GPU_S = 1.0  # a collective queued on a GPU for less is at work
 
 
 class Group:
@@ -202,7 +205,11 @@ class Group:
         Any thread. It looks at the main thread's stack and costs the collectives nothing; since when is known
         to the time between two calls, so call it regularly, e.g. twice a second.
         """
-        return self._waiting.look(internals.issued)
+        found = self._waiting.look(internals.issued)
+        if found is not None or "nccl" not in self._current:
+            return found
+        active = internals.nccl_operation()
+        return active if active is not None and time.time() - active[1] > _LONG_ON_GPU_S else None
 
     # ---- parts
 
@@ -216,6 +223,8 @@ class Group:
     ) -> None:
         """Make the default group under the next name all ranks agree on (main thread)."""
         choose_interfaces(backend)
+        if "nccl" in backend:
+            _leave_failures_to_us()
         file = FileStore(str(self._folder / "rendezvous"), -1)
         prefixed = PrefixStore(f"{self.generation}.{self._made}", file)
         breakable = BreakableStore(prefixed, JOIN_PATIENCE_S)
@@ -293,6 +302,12 @@ class Group:
                     group.shut_down()
         if given_up:
             raise CollectiveBroken(reason)
+
+
+def _leave_failures_to_us() -> None:
+    """Keep NCCL's watchdog from ending the process when a collective fails or takes long (the user's choice stands)."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
 
 
 def _named(ranks: Sequence[int]) -> str:

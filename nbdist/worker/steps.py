@@ -68,6 +68,14 @@ class Steps:
     def halted(self, report: Callable[[int], None]) -> None:
         self._stop.halted = report
 
+    @property
+    def agreed(self) -> bool:
+        """Whether the cell's interrupt came at the step all ranks had agreed on.
+
+        No collective is half done then, and no iteration: the group and all modules need nothing.
+        """
+        return self._stop.agreed
+
     def install(self) -> None:
         """Hook into torch's optimizers, for the life of this process (main thread, once)."""
         register_optimizer_step_pre_hook(self._before_step)

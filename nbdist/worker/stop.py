@@ -39,6 +39,13 @@ class AgreedStop:
         Reads the number of optimizer steps this rank has made.
     step_time_s
         Reads the time a training step takes; None if not known.
+
+    Attributes
+    ----------
+    halted
+        Called with the boundary this rank will wait at.
+    agreed
+        Whether the cell was interrupted where all ranks had agreed on: no collective is half done then.
     """
 
     def __init__(self, count: Callable[[], int], step_time_s: Callable[[], float | None]) -> None:
@@ -58,6 +65,7 @@ class AgreedStop:
         self._boundary = 0
         self._at: int | None = None
         self._turning = False
+        self.agreed = False
         self._told = threading.Event()
         self._over = threading.Event()
 
@@ -132,6 +140,7 @@ class AgreedStop:
     def _turned(self) -> None:
         with self._lock:
             self._asked = False
+            self.agreed = self._at is not None
             self._over.set()
 
     # ---- what the I/O thread calls

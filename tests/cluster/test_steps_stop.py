@@ -236,6 +236,7 @@ def _run(me: Rank, loop: str, kind: str, *, report: bool) -> list[Any]:
     parameters = [*space["model"].parameters(), *space["critic"].parameters()]
     at_stop = [stopped_at, space["done"], _digest(parameters), space["cleaned"]]
     if report:
+        assert me.steps.agreed
         assert isinstance(error, KeyboardInterrupt), repr(error)
         assert 0 < space["done"] < ITERATIONS
         error = me.cell(loop)
