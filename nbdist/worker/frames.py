@@ -107,7 +107,8 @@ def _find_loops(code: CodeType) -> tuple[Loop, ...]:
     spans: list[Loop] = []
     for instruction in dis.get_instructions(code):
         target = instruction.argval
-        if "JUMP_BACKWARD" in instruction.opname and isinstance(target, int) and target <= instruction.offset:
+        jumps_back = "JUMP_BACKWARD" in instruction.opname and "NO_INTERRUPT" not in instruction.opname  # of an await
+        if jumps_back and isinstance(target, int) and target <= instruction.offset:
             spans.append((target, instruction.offset))
     merged: list[Loop] = []
     for first, last in sorted(spans):

@@ -81,7 +81,8 @@ class Group:
         self._made = 0
         self._current = backend
         self._timeout = internals.default_timeout(backend)
-        self._issued_before = 0
+        self._used_before = (0, 0)
+        self._unattached: list[internals.GroupRecord] = []
         self._waiting = Waiting()
         self._scripts = Scripts(self, notice)
 
@@ -121,7 +122,7 @@ class Group:
         """
         self.ranks = ranks
         self.namespace = namespace
-        self._issued_before = internals.issued()
+        self._used_before = self._used()
         self._scripts.begin_cell()
 
     @property
@@ -146,11 +147,11 @@ class Group:
 
     @property
     def communicated(self) -> bool:
-        """Whether this rank issued a collective on the default group since the cell began.
+        """Whether this rank used a group since the cell began (or has none).
 
         If no rank did, an interrupted cell leaves nothing half sent, and the group need not be renewed.
         """
-        return self.broken or internals.issued() != self._issued_before
+        return self.broken or self._used() != self._used_before
 
     def give_up(self, reason: str, generation: int | None = None) -> None:
         """Break every connection of this rank's groups, so that blocked collectives return with an error.
@@ -194,10 +195,12 @@ class Group:
             Names of what works again; one line for each thing that does not.
         """
         self.give_up(f"the process group is being renewed (generation {generation})")
-        old = internals.records()
+        self._unattached = internals.records() or self._unattached  # of before, where the last renewal failed
         self.leave()
         self.join(generation)
-        return reattach(self, old, namespace if attach else {})
+        found = reattach(self, self._unattached, namespace if attach else {})
+        self._unattached = []
+        return found
 
     def waiting(self) -> tuple[str, float] | None:
         """Which collective the main thread is in, and since when (unix time); None if in none.
@@ -285,6 +288,10 @@ class Group:
         self.make(backend, timeout=timeout, device_id=device_id, options=options)
         for line in reattach(self, old, self.namespace)[1]:
             self._notice(line)
+
+    def _used(self) -> tuple[int, int]:
+        """Collectives issued and bytes moved: sending to one rank is no collective, NCCL's bytes cannot be seen."""
+        return internals.issued(), sum(group.traffic() for group in self._connections)
 
     @contextlib.contextmanager
     def _remember_connections(self) -> Iterator[None]:

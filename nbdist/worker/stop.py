@@ -101,6 +101,8 @@ class AgreedStop:
         count
             Steps made by now.
         """
+        if threading.get_ident() != self._main:
+            return
         self._loop = None
         for caller in user_frames(frame):
             loop = self._loops.training(caller.f_code, caller.f_lasti)

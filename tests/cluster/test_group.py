@@ -296,3 +296,51 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         links[1].send(("leave",))
 
     assert "rank 1 did not join" in run_ranks(2, body, drive, join=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "used"),
+    [
+        ("x = 1", False),
+        ("pass  # nothing", False),
+        ("dist.barrier()", True),
+        ("dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1), 0)", True),
+        ("dist.monitored_barrier()", True),
+        ("dist.all_reduce(torch.ones(1), group=sub)", True),
+        ("sub2 = dist.new_group([0, 1])", True),
+    ],
+)
+def test_whether_a_cell_used_a_group_is_known(code: str, used: bool) -> None:
+    def body(me: Rank) -> list[bool]:
+        me.namespace.update(rank=me.rank, dist=dist, torch=torch)
+        assert me.cell("sub = dist.new_group([0, 1]); dist.barrier()") is None
+        found = []
+        for _ in range(2):
+            error = me.cell(code)
+            assert error is None, repr(error)
+            found.append(me.group.communicated)
+        return found
+
+    assert run_ranks(2, body) == [[used, used]] * 2
+
+
+def test_a_renewal_that_failed_is_made_good_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbdist.worker.group.JOIN_PATIENCE_S", 0.5)
+
+    def body(me: Rank) -> list:
+        assert me.cell("import torch.distributed as dist; sub = dist.new_group([0, 1])") is None
+        if me.rank == 0:
+            with pytest.raises(Exception, match="rank 1 did not join"):
+                me.group.renew(1, me.namespace, attach=True)
+            assert me.group.broken
+            me.link.send(("tried", None))
+        me.wait_for("again")
+        found = me.group.renew(2, me.namespace, attach=True)
+        return [found, _sum()]
+
+    def drive(links: list) -> None:
+        expect(links[0], "tried")
+        for link in links:
+            link.send(("again",))
+
+    assert run_ranks(2, body, drive) == [[(["sub"], []), 2.0]] * 2

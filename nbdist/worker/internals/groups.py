@@ -175,12 +175,12 @@ def reserve_names(count: int) -> None:
 
 
 def issued() -> int:
-    """How many collectives this rank has issued on the default group; -1 without one."""
-    group = c10d._world.default_pg
-    try:
-        return -1 if group is None else int(group._get_sequence_number_for_group())
-    except RuntimeError:  # a backend that does not count
-        return -1
+    """How many collectives this rank has issued on all groups (send and recv are none); -1 without a group."""
+    total = -1
+    for group in list(c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # a backend that does not count
+            total += int(group._get_sequence_number_for_group())
+    return total
 
 
 def tear_down() -> None:
