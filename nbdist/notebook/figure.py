@@ -22,18 +22,8 @@ from PIL import Image
 
 from nbdist.notebook.history import Floats, Run, thin
 from nbdist.notebook.palette import BLUE, MANY_RANKS, MEMORY_COLOURS, PART_COLOURS, RANK_COLOURS, VERMILION
-from nbdist.notebook.summary import (
-    GIB,
-    MIB,
-    PARTS,
-    RankRow,
-    duration_text,
-    findings,
-    headline,
-    number_text,
-    rank_rows,
-    seconds_text,
-)
+from nbdist.notebook.summary import PARTS, RankRow, findings, headline, rank_rows
+from nbdist.notebook.units import GIB, KIB, MIB, duration_text, number_text
 
 __all__ = ["RunFigure", "compare", "draw", "grid", "png"]
 
@@ -164,8 +154,8 @@ def compare(runs: Sequence[Run]) -> RunFigure:
             axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
             axis.plot(x, mean, color=colour, linestyle=dash, linewidth=1.6, label=_label(run))
         _legend(axis)
-    _grouped(axes[1][0], runs, "memory used per rank", _memory_used)
-    _grouped(axes[1][1], runs, "step time per rank", lambda row: row.step_s)
+    _grouped(axes[1][0], runs, "memory for the model, per rank", _for_the_model, _unit)
+    _grouped(axes[1][1], runs, "step time, per rank", lambda row: row.step_s, lambda _: (1e-3, "ms"))
     return figure
 
 
@@ -331,9 +321,10 @@ def _stack(axis: Axes, rows: Sequence[RankRow], parts: Sequence[tuple[str, str, 
 
 def _memory(axis: Axes, rows: Sequence[RankRow]) -> None:
     labels = list(dict.fromkeys(label for row in rows for label in row.memory.parts))
-    largest = max((row.memory.limit or row.memory.used or 0) for row in rows)
-    unit, text = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
-    _style(axis, f"memory, {text}")
+    largest = max((row.memory.limit or sum(row.memory.parts.values())) for row in rows)
+    unit, text = _unit(largest)
+    what = "" if labels == ["process"] or any(row.memory.limit for row in rows) else " for the model"
+    _style(axis, f"memory{what}, {text}")
     parts = [
         (label, MEMORY_COLOURS.get(label, SOFT), [row.memory.parts.get(label, 0) / unit for row in rows])
         for label in labels
@@ -346,6 +337,10 @@ def _memory(axis: Axes, rows: Sequence[RankRow]) -> None:
             axis.plot([row.memory.limit / unit] * 2, [place - 0.5, place + 0.5], color=INK, linewidth=1.2)
 
 
+def _unit(size: float) -> tuple[float, str]:
+    return (GIB, "GiB") if size >= GIB else (MIB, "MiB") if size >= MIB else (KIB, "KiB")
+
+
 def _step_time(axis: Axes, rows: Sequence[RankRow]) -> None:
     _style(axis, "step time, ms")
     parts = [
@@ -356,18 +351,25 @@ def _step_time(axis: Axes, rows: Sequence[RankRow]) -> None:
     _stack(axis, rows, parts)
 
 
-def _memory_used(row: RankRow) -> float | None:
-    return row.memory.peak or row.memory.used
+def _for_the_model(row: RankRow) -> float | None:
+    """On a GPU the most that tensors have taken; else parameters, gradients and optimizer state."""
+    return row.memory.peak or (sum(row.memory.parts.values()) or None)
 
 
-def _grouped(axis: Axes, runs: Sequence[Run], title: str, read: Callable[[RankRow], float | None]) -> None:
-    """Bars of every run side by side, by rank; bytes or seconds, as `read` gives them."""
+def _grouped(
+    axis: Axes,
+    runs: Sequence[Run],
+    title: str,
+    read: Callable[[RankRow], float | None],
+    unit_of: Callable[[float], tuple[float, str]],
+) -> None:
+    """Bars of every run side by side, by rank."""
     found = [[(row.rank, value) for row in rank_rows(run) if (value := read(row)) is not None] for run in runs]
     largest = max((value for rows in found for _, value in rows), default=None)
     if largest is None:
         _bare(axis, f"no {title} was measured")
         return
-    scale, unit = (1e-3, "ms") if largest < 1e4 else ((GIB, "GiB") if largest >= GIB else (MIB, "MiB"))
+    scale, unit = unit_of(largest)
     _style(axis, f"{title}, {unit}", "rank")
     width = 0.8 / len(runs)
     for i, (run, rows) in enumerate(zip(runs, found, strict=True)):
@@ -383,16 +385,3 @@ def _grouped(axis: Axes, runs: Sequence[Run], title: str, read: Callable[[RankRo
         fontsize=8.5, frameon=False, labelcolor=INK, ncols=4, handlelength=0.9, loc="lower right",
         bbox_to_anchor=(1, 0.99), borderaxespad=0,
     )  # fmt: skip
-
-
-def caption(run: Run) -> str:
-    """One line for people who do not see the picture."""
-    last = []
-    for name in run.history.names()[:2]:
-        values = run.history.last(name)
-        each = ", ".join(f"[{rank}] {number_text(value)}" for rank, value in list(values.items())[:8])
-        last.append(f"{name} {each}" + (" ..." if len(values) > 8 else ""))
-    times = [row.step_s for row in rank_rows(run) if row.step_s is not None]
-    if times:
-        last.append(f"{seconds_text(max(times))} a step")
-    return " · ".join([headline(run), *last])

@@ -33,5 +33,5 @@ MEMORY_COLOURS: dict[str, str] = {
     "activations and others": ORANGE,
     "cached by torch": "#e8cf7a",
     "outside torch": PINK,
-    "rest of the process": "#aeb6c0",
+    "process": "#aeb6c0",
 }

@@ -15,28 +15,22 @@ from typing import Any
 
 from nbdist.notebook.history import Run
 from nbdist.notebook.palette import MANY_RANKS
+from nbdist.notebook.units import bytes_text, duration_text, number_text, ranks_text, seconds_text
 
 __all__ = [
     "Finding",
     "Memory",
     "Progress",
     "RankRow",
-    "bytes_text",
-    "duration_text",
     "findings",
     "headline",
     "memory_note",
     "memory_text",
-    "number_text",
     "progress",
     "rank_rows",
-    "seconds_text",
     "table",
     "text_lines",
 ]
-
-GIB = 1024**3
-MIB = 1024**2
 
 # Parts of a step: key in a sample, and what a person reads. A collective makes everybody as slow as the slowest rank,
 # so the ranks tell the time they only waited in one (`wait_s`) apart from work.
@@ -61,7 +55,9 @@ class Memory:
     Attributes
     ----------
     parts
-        Bytes by label; they add up to what the rank (or, on a GPU, everybody on its card) uses.
+        Bytes by label: on a GPU everything on the card, else what is held for the model.
+    used
+        Bytes in use on the card, or by the process.
     limit
         The card's size; None on a CPU.
     peak
@@ -132,7 +128,8 @@ def memory(values: Mapping[str, Any]) -> Memory:
     """Split one sample's memory into parts that add up.
 
     On a GPU ``allocated`` lies inside ``reserved``, which lies inside what the card has in use: the parts are the
-    differences, never the three numbers added.
+    differences, never the three numbers added. On a CPU the parts are what the model takes, and `Memory.used` is the
+    whole process, which would dwarf them.
     """
     held = {
         "parameters": _bytes(values, "parameters_bytes"),
@@ -156,8 +153,8 @@ def memory(values: Mapping[str, Any]) -> Memory:
             peak=_bytes(values, "peak_bytes"),
         )
     process = _bytes(values, "process_uss_bytes", "process_pss_bytes")
-    if process is not None:
-        parts["rest of the process"] = max(0, process - sum(parts.values()))
+    if not any(parts.values()):
+        parts = {} if process is None else {"process": process}
     return Memory(parts=parts, used=process if process is not None else (sum(parts.values()) if parts else None))
 
 
@@ -327,7 +324,11 @@ def memory_note(run: Run) -> str | None:
     if on_cards:
         return memory_text(max(on_cards, key=lambda values: _bytes(values, "device_used_bytes", "reserved_bytes") or 0))
     reason = next((values["device_reason"] for values in samples.values() if values.get("device_reason")), None)
-    return None if reason is None else f"Memory of each process, shared pages left out. No GPU: {reason}."
+    processes = [used for values in samples.values() if (used := memory(values).used) is not None]
+    if not processes:
+        return None if reason is None else f"No GPU: {reason}."
+    text = f"Each process uses up to {bytes_text(max(processes))}, shared pages left out."
+    return text if reason is None else f"{text} No GPU: {reason}."
 
 
 def _time_findings(rows: Sequence[RankRow]) -> list[Finding]:
@@ -353,7 +354,8 @@ def _time_findings(rows: Sequence[RankRow]) -> list[Finding]:
         text = f"Waiting for data takes {share:.0%} of a step: more loader workers (num_workers) would help."
         found.append(Finding(level="warn", text=text))
     elif share > 0:
-        text = f"A step takes {seconds_text(step_s)}; most of it is {PARTS[largest]} ({share:.0%})."
+        part = "the rest of the loop" if largest == "rest_s" else PARTS[largest]
+        text = f"A step takes {seconds_text(step_s)}; most of it is {part} ({share:.0%})."
         found.append(Finding(level="note", text=text))
     return found
 
@@ -376,54 +378,7 @@ def straggler(rows: Sequence[RankRow]) -> tuple[RankRow, str, float] | None:
     return worst
 
 
-# ---- numbers as text
-
-
-def ranks_text(ranks: Any) -> str:
-    """``rank 3`` or ``ranks 0-2, 5``."""
-    ordered = sorted(ranks)
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    spans: list[list[int]] = []
-    for rank in ordered:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return "ranks " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-
-
-def number_text(value: float | None) -> str:
-    """Four significant digits."""
-    return "n/a" if value is None else f"{value:.4g}"
-
-
-def bytes_text(size: int | None) -> str:
-    """MiB below 1 GiB, GiB from there."""
-    if size is None:
-        return "n/a"
-    return f"{size / GIB:.2f} GiB" if abs(size) >= GIB else f"{size / MIB:.1f} MiB"
-
-
-def seconds_text(seconds: float | None) -> str:
-    """A short time: 3.2 ms, 1.25 s."""
-    if seconds is None:
-        return "n/a"
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    return f"{seconds:.3g} s"
-
-
-def duration_text(seconds: float | None) -> str:
-    """A long time: 42 s, 3 min 05 s, 2 h 07 min."""
-    if seconds is None or not math.isfinite(seconds):
-        return "n/a"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+# ---- as text
 
 
 def table(run: Run) -> tuple[list[str], list[list[str]]]:

@@ -17,7 +17,7 @@ from simulated import add, make_run, sample
 from nbdist.errors import InputError
 from nbdist.notebook import dashboard as module
 from nbdist.notebook import feed as feeds
-from nbdist.notebook import figure, summary
+from nbdist.notebook import figure, summary, units
 from nbdist.notebook.dashboard import Dashboard, FrontEnd, static_data, table_data
 from nbdist.notebook.feed import CHUNK, KEYFRAME, STEPS, TIMES, Feed, state
 from nbdist.notebook.history import Run, compare
@@ -95,7 +95,8 @@ def test_a_rank_that_died_is_named_and_its_curve_stays():
     heads, rows = summary.table(one)
     assert [row[heads.index("state")] for row in rows] == ["failed", "died"]
     assert "GPU load" not in heads
-    assert memory_note(one) == "Memory of each process, shared pages left out. No GPU: no NVIDIA driver found."
+    note = "Each process uses up to 95.4 MiB, shared pages left out. No GPU: no NVIDIA driver found."
+    assert memory_note(one) == note
 
 
 @pytest.mark.case("WM08")
@@ -139,7 +140,16 @@ def test_the_three_numbers_of_a_gpu_are_told_apart():
 def test_memory_that_is_not_known_is_never_zero():
     found = memory({"allocated_bytes": None, "process_uss_bytes": None})
     assert (found.parts, found.used, found.limit, found.peak) == ({}, None, None, None)
-    assert summary.bytes_text(None) == summary.number_text(None) == summary.seconds_text(None) == "n/a"
+    assert units.bytes_text(None) == units.number_text(None) == units.seconds_text(None) == "n/a"
+
+
+def test_on_a_cpu_the_model_is_told_apart_from_the_process():
+    states = {"parameters_bytes": 4000, "gradients_bytes": 4000, "optimizer_bytes": 8000}
+    found = memory({"process_uss_bytes": 10**8, **states})
+    assert found.parts == {"parameters": 4000, "gradients": 4000, "optimizer state": 8000}
+    assert found.used == 10**8
+    assert memory({"process_uss_bytes": 10**8}).parts == {"process": 10**8}
+    assert units.bytes_text(4096) == "4.0 KiB"
 
 
 def test_progress_is_the_slowest_rank_of_the_outer_loop_or_the_loader():
@@ -169,12 +179,12 @@ def test_unknown_keys_and_odd_values_do_no_harm():
     ("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (185, "3 min 05 s"), (7620, "2 h 07 min"), (math.inf, "n/a")]
 )
 def test_durations(seconds, text):
-    assert summary.duration_text(seconds) == text
+    assert units.duration_text(seconds) == text
 
 
 def test_ranks_are_folded():
-    assert summary.ranks_text([3]) == "rank 3"
-    assert summary.ranks_text([5, 0, 2, 1]) == "ranks 0-2, 5"
+    assert units.ranks_text([3]) == "rank 3"
+    assert units.ranks_text([5, 0, 2, 1]) == "ranks 0-2, 5"
 
 
 # ---- what is sent

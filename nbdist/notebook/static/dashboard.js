@@ -20,7 +20,8 @@ function number(v) {
 
 function bytes(v) {
   if (!known(v)) return "n/a";
-  return v >= 2 ** 30 ? `${(v / 2 ** 30).toFixed(2)} GiB` : `${(v / 2 ** 20).toFixed(v < 2 ** 20 * 10 ? 2 : 1)} MiB`;
+  if (v < 2 ** 20) return `${(v / 1024).toFixed(1)} KiB`;
+  return v >= 2 ** 30 ? `${(v / 2 ** 30).toFixed(2)} GiB` : `${(v / 2 ** 20).toFixed(1)} MiB`;
 }
 
 function seconds(v) {
@@ -1004,7 +1005,7 @@ class View {
     const tiles = [["elapsed", duration(state?.elapsed_s ?? store.elapsed + since)]];
     if (state) {
       const left = state.progress?.left_s;
-      if (running && known(left)) tiles.push(["left", duration(left - since)]);
+      if (running && known(left)) tiles.push([`left, ${state.progress.name}`, duration(left - since)]);
       const c = state.columns;
       const steps = c.step.filter(known);
       if (steps.length) tiles.push(["step", Math.min(...steps) === Math.max(...steps) ? number(steps[0]) : `${Math.min(...steps)} to ${Math.max(...steps)}`]);
@@ -1048,10 +1049,11 @@ class View {
       this.findings.replaceChildren(...state.findings.map(([level, text]) => h("li", { "data-level": level }, text)));
     }
     const memory = Object.entries(c.memory).map(([label, sizes]) => [label, meta.memory_colours[label] ?? "#8b929c", sizes]);
-    const limits = c.limit.filter(known), most = Math.max(...c.used.map((v) => v ?? 0), ...c.peak.map((v) => v ?? 0), 1);
-    const full = c.used.map((_, i) => c.limit[i] ?? most);
-    this.memory.update(store.ranks, memory, full, bytes, c.used, limits.length ? c.peak : []);
-    say(this.memory.note, memory.length ? (limits.length ? `of ${bytes(Math.max(...limits))}` : "of each process") : "");
+    const limits = c.limit.filter(known);
+    const held = store.ranks.map((_, i) => memory.reduce((sum, part) => sum + (part[2][i] ?? 0), 0));
+    const most = Math.max(...held, 1);
+    this.memory.update(store.ranks, memory, held.map((_, i) => c.limit[i] ?? most), bytes, held, limits.length ? c.peak : []);
+    say(this.memory.note, limits.length ? `of ${bytes(Math.max(...limits))}` : "process" in c.memory ? "of each process" : "held for the model");
     say(this.memory.more, state.memory_note ?? "");
     const parts = Object.entries(meta.parts).filter(([key]) => c.parts[key])
       .map(([key, label]) => [label, meta.part_colours[key], c.parts[key]]);
