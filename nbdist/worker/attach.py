@@ -161,7 +161,7 @@ class _Found:
     def _add_module(self, thing: _Thing) -> None:
         covered: set[int] = set()
         for name, part in thing.value.named_modules():
-            path = f"{thing.path}.{name}" if name else thing.path
+            path = f"{thing.path}.{name}".removesuffix("._orig_mod") if name else thing.path  # of torch.compile
             if part is not thing.value and id(part) in self._seen:
                 continue
             if isinstance(part, DistributedDataParallel | FullyShardedDataParallel):
