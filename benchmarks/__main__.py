@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -99,6 +100,7 @@ def _jobs(args: argparse.Namespace, products: list[Product]) -> list[tuple[str, 
 def main() -> int:
     """Measure, print the table and the verdicts; 1 if a measurement failed, or with --strict a target was missed."""
     args = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that kernels and what they started are ended
     if args.short:
         args.products, args.ranks, args.repetitions = "nbdist", [2], 1
         args.measures = args.measures or [m for m in MEASURES if m != "training"]
