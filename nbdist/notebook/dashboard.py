@@ -36,7 +36,8 @@ STATIC = Path(__file__).with_name("static")
 MODES = ("auto", "widget", "text", "terminal", "lines")
 
 FEW_RANKS_S, MANY_RANKS_S = 0.125, 0.2  # between two messages to the widget
-TEXT_S = 1.0  # between two updates of the text form
+TEXT_S = 1.0  # between two updates of the text form, and of the text below the panels
+TEXT_CHARACTERS = 64_000  # of the text below the panels, all ranks together
 LINE_S = 5.0  # between two lines where text cannot be updated in place
 IDLE_S = 0.25  # between two looks at whether the front end has answered
 SILENT_TICKS = 12  # so many of them without an answer while the kernel was idle: nobody will
@@ -190,6 +191,7 @@ class Dashboard:
         self._shown = ""
         self._text: dict[int, str] = {}
         self._text_sent: dict[int, str] = {}
+        self._text_sent_s = 0.0
         self._opened_s: float | None = None
         self._loaded = False  # a page has loaded the widget
         self._finished = False
@@ -348,7 +350,7 @@ class Dashboard:
 
     def set_text(self, rank: int, tail: str) -> None:
         """Show the end of what a rank has printed below the panels."""
-        self._text[rank] = tail[-8_000:]
+        self._text[rank] = tail[-min(8_000, TEXT_CHARACTERS // len(self.run.ranks)) :]
 
     def _interval_s(self) -> float:
         if self.mode == "widget":
@@ -359,7 +361,9 @@ class Dashboard:
         _warm_up(self._opened_s)
         for _ in range(64):  # a bound: 64 bursts are the whole of the largest run
             message = self._feed.message(at, at_once=now)
-            texts = {rank: text for rank, text in self._text.copy().items() if self._text_sent.get(rank) != text}
+            texts: dict[int, str] = {}
+            if now or at - self._text_sent_s >= TEXT_S:
+                texts = {rank: text for rank, text in self._text.copy().items() if self._text_sent.get(rank) != text}
             if message is None and not texts:
                 return
             content, buffers = message or self._feed.empty()
@@ -367,6 +371,7 @@ class Dashboard:
             if texts:
                 content["text"] = {str(rank): text for rank, text in texts.items()}
                 self._text_sent.update(texts)
+                self._text_sent_s = at
             self._widget.send(content, buffers)
             if not (now and self._feed.behind):
                 return

@@ -349,7 +349,7 @@ def _time_findings(rows: Sequence[RankRow]) -> list[Finding]:
         else:
             found.append(Finding(level="good", text="All ranks are even: none holds the others up."))
     largest = max(PARTS, key=lambda key: statistics.median(row.parts.get(key, 0.0) for row in timed))
-    share = statistics.median(row.parts.get(largest, 0.0) for row in timed) / step_s if step_s else 0.0
+    share = statistics.median_low(row.parts.get(largest, 0.0) for row in timed) / step_s if step_s else 0.0
     if largest == "data_s" and share > 0.4:
         text = f"Waiting for data takes {share:.0%} of a step: more loader workers (num_workers) would help."
         found.append(Finding(level="warn", text=text))
