@@ -58,7 +58,7 @@ class FrontEnd:
 
     def __init__(self) -> None:
         self.answers: bool | None = None
-        self._waiting = False
+        self._waiting: list[Callable[[], None]] = []
 
     def heard(self) -> None:
         """A page has loaded the widget."""
@@ -76,28 +76,26 @@ class FrontEnd:
             )
         return None
 
-    def listen(self, loop: asyncio.AbstractEventLoop, told: Callable[[], None]) -> None:
-        """Find out, from now on whenever the kernel is idle; `told` is called if nobody answers."""
-        if self.answers is not None or self._waiting:
+    def settle(self, loop: asyncio.AbstractEventLoop, then: Callable[[], None]) -> None:
+        """Call `then` when it is known whether the page answers, in the main thread, between cells."""
+        self._waiting.append(then)
+        if len(self._waiting) > 1:
             return
-        self._waiting = True
         seen = _execution_count()
         ticks = 0
 
         def look() -> None:
             nonlocal seen, ticks
-            if self.answers is not None:
-                self._waiting = False
-                return
             now = _execution_count()
             ticks = ticks + 1 if now == seen else 0  # answers queue behind the cells that were sent together
             seen = now
-            if ticks < SILENT_TICKS:
+            if self.answers is None and ticks < SILENT_TICKS:
                 loop.call_later(IDLE_S, look)
                 return
-            self._waiting = False
-            self.answers = False
-            told()
+            self.answers = bool(self.answers)
+            waiting, self._waiting = self._waiting, []
+            for callback in waiting:
+                callback()
 
         loop.call_later(IDLE_S, look)
 
@@ -311,16 +309,14 @@ class Dashboard:
             widget.close()
             return
 
-        # The page's first word lies in the queue behind the cell: close only after it could be heard.
-        def close() -> None:
-            front_end.listen(loop, self._nobody)
-            loop.call_later(IDLE_S, widget.close)
+        # The page may still be loading the widget, and its first word lies in the queue behind the cell.
+        loop.call_soon_threadsafe(front_end.settle, loop, self._settled)
 
-        loop.call_soon_threadsafe(close)
-
-    def _nobody(self) -> None:
+    def _settled(self) -> None:
         self.reason = front_end.reason
-        self._display(table_data(self.run, self.reason), update=True, part="table")
+        if self.reason is not None:
+            self._display(table_data(self.run, self.reason), update=True, part="table")
+        self._widget.close()
 
     # ---- any thread
 

@@ -609,6 +609,12 @@ class Loop:
     def call_later(self, delay_s: float, callback: Any) -> None:
         self.due.append(callback)
 
+    def is_closed(self) -> bool:
+        return False
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any) -> None:
+        self.due.append(lambda: callback(*args))
+
     def turn(self) -> None:
         due, self.due = self.due, []
         for callback in due:
@@ -619,15 +625,15 @@ def test_a_page_that_never_answers_is_noticed_when_the_kernel_is_idle(monkeypatc
     counts = [1]
     monkeypatch.setattr(module, "_execution_count", lambda: counts[0])
     page, loop, told = FrontEnd(), Loop(), []
-    page.listen(loop, lambda: told.append(1))  # type: ignore[arg-type]
-    page.listen(loop, lambda: told.append(2))  # type: ignore[arg-type]
+    page.settle(loop, lambda: told.append(1))  # type: ignore[arg-type]
+    page.settle(loop, lambda: told.append(2))  # type: ignore[arg-type]
     for _ in range(3 * module.SILENT_TICKS):
         counts[0] += 1  # cells sent together run one after another
         loop.turn()
     assert not told
     for _ in range(module.SILENT_TICKS):
         loop.turn()
-    assert told == [1]
+    assert told == [1, 2]
     assert page.answers is False
     assert page.reason is not None
     assert "Jupyter server" in page.reason
@@ -638,13 +644,31 @@ def test_a_page_that_never_answers_is_noticed_when_the_kernel_is_idle(monkeypatc
 def test_a_page_that_answers_is_not_suspected(monkeypatch):
     monkeypatch.setattr(module, "_execution_count", lambda: 1)
     page, loop, told = FrontEnd(), Loop(), []
-    page.listen(loop, lambda: told.append(1))  # type: ignore[arg-type]
-    loop.turn()
+    page.settle(loop, lambda: told.append(page.reason))  # type: ignore[arg-type]
     page.heard()
-    for _ in range(2 * module.SILENT_TICKS):
-        loop.turn()
-    assert not told
+    loop.turn()
+    assert told == [None]
     assert not loop.due
+    page.settle(loop, lambda: told.append(page.reason))  # type: ignore[arg-type]
+    loop.turn()
+    assert told == [None, None]
+
+
+def test_the_widget_stays_until_the_page_could_answer(shown, monkeypatch):
+    monkeypatch.setattr(module, "_execution_count", lambda: 1)
+    one = many(2)
+    board = Dashboard(one, mode="widget")
+    board.open()
+    loop = Loop()
+    board._loop = loop  # type: ignore[assignment]
+    board.finish()
+    loop.turn()
+    loop.turn()
+    assert not board._widget.closed
+    board._widget.hear({"type": "ready"})
+    loop.turn()
+    assert board._widget.closed
+    assert "anywidget" not in shown.outputs[board._display_id + "table"]["text/plain"]
 
 
 def test_lines_where_nothing_can_be_updated(shown):
