@@ -222,7 +222,7 @@ class Page:
                 at += n
             key = (content["names"][name], content["ranks"][rank])
             curve = self.curves.setdefault(key, {"total": 0, "every": 1, "points": np.empty((3, 0)), "gap": False})
-            if flags & KEYFRAME:
+            if flags & KEYFRAME or before == 0:
                 if curve["total"] == total and not curve["gap"]:
                     continue
                 curve.update(points=np.empty((3, 0)), gap=False)

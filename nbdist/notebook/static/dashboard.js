@@ -155,9 +155,9 @@ class Store {
       const key = `${names[name]}\0${rank}`;
       let curve = this.curves.get(key);
       if (!curve) this.curves.set(key, (curve = new Curve()));
-      if (flags & KEYFRAME) {
+      if (flags & KEYFRAME || before === 0) {
         if (curve.total === total && !curve.gap) continue; // what is here is finer
-        curve.clear();
+        curve.clear(); // the curve from its beginning
         curve.gap = false;
       } else if (before !== curve.total) {
         if (total <= curve.total) continue;
