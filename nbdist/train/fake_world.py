@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_module
 import torch.nn.parallel.distributed as ddp_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -59,9 +60,15 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     with (
         replaced(ddp_module, "_verify_param_shape_across_processes", _nothing),
         replaced(ddp_module, "_sync_module_states", _nothing),
+        replaced(fsdp_module, "_chunk_with_empty", _first_chunk),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):
         yield mode
+
+
+def _first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+    """Rank 0's chunk in every place: 512 chunks of each parameter would take most of the time, and one is looked at."""
+    return [tensor.narrow(dim, 0, min(-(-tensor.size(dim) // num_chunks), tensor.size(dim)))] * num_chunks
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -70,7 +77,10 @@ def _nothing(*_: object, **__: object) -> None:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Give an attribute another value for a while."""
+    """Give an attribute another value for a while, if it is there (some are names inside torch, which may go)."""
+    if not hasattr(owner, name):
+        yield
+        return
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:

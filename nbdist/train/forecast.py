@@ -33,7 +33,6 @@ from nbdist.train.tracker import Timeline, Tracker
 
 __all__ = ["estimate", "forecast"]
 
-_STEPS = 2  # the first makes the optimizer's state, the second is as all that follow
 _POINTS = 600  # of the curve that is kept
 _SMALL = 50_000_000  # parameters up to which every number of ranks is run by itself
 _DEFAULTS: dict[str, Any] = {
@@ -280,8 +279,8 @@ def _run_inside(settings: _Settings, world_size: int) -> _Run:
             tracker.watch_gradients(wrapped)
             step = _made(settings, wrapped)
             batch = _fake(settings.batch, settings.dtype)
-            for _ in range(_STEPS):
-                _step(wrapped, step, batch, settings, tracker)
+            _make_state(wrapped, step)
+            _step(wrapped, step, batch, settings, tracker)
             timeline = tracker.timeline()
     return _Run(
         timeline=timeline,
@@ -337,6 +336,15 @@ def _made(settings: _Settings, model: nn.Module) -> Optimizer:
             if "foreach" in group:
                 group["foreach"] = True
     return made  # type: ignore[no-any-return]
+
+
+def _make_state(model: nn.Module, optimizer: Optimizer) -> None:
+    """Let the optimizer make its state, so that the step that follows is as all later ones."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _fake(batch: Any, dtype: torch.dtype | None) -> Any:

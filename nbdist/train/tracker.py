@@ -48,9 +48,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@torch.no_grad()
 def states(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, list[torch.Tensor]]:
     """Tensors of this rank's model states by kind; sharded ones as this rank's part."""
-    parameters = [local(p.detach()) for p in model.parameters()]
+    parameters = [local(p) for p in model.parameters()]
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
     kept: list[torch.Tensor] = []
     if optimizer is not None:
