@@ -118,6 +118,12 @@ def _in_kernel() -> bool:
     return getattr(_shell(), "kernel", None) is not None
 
 
+def _watched() -> bool:
+    """Whether a person may sit at the front end. Programs that run notebooks (nbclient) take no input, and say so."""
+    parent = _shell().kernel.get_parent()
+    return bool(parent.get("content", {}).get("allow_stdin", True))
+
+
 @functools.cache
 def _widget_class() -> Any:
     import anywidget
@@ -213,8 +219,7 @@ class Dashboard:
             self.mode = self._choose()
         self._opened_s = time.monotonic()
         if self.run.ended_s is not None:
-            for other in list(_open_afterwards):
-                other.finish()
+            _keep_all()
             _open_afterwards.add(self)
         try:
             self._loop = asyncio.get_running_loop()
@@ -226,12 +231,15 @@ class Dashboard:
             self._display({"text/plain": self._text_form()})
             self._display({}, part="table")
         self.push(now=True)
+        if self.run.ended_s is not None and self.mode != "widget":
+            self.finish()
 
     def _choose(self) -> str:
         shell = _shell()
         if _in_kernel():
             self.reason = front_end.reason
-            return "text" if self.reason else "widget"
+            # A program would keep the widget's state in the notebook.
+            return "widget" if self.reason is None and _watched() else "text"
         return "terminal" if shell is not None and sys.stdout.isatty() else "lines"
 
     def _open_widget(self) -> None:

@@ -320,7 +320,7 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield prefix + str(key), float(value)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class Run:
     """One executed training cell, with its history.
 
@@ -357,6 +357,11 @@ class Run:
     history: History = field(default_factory=History)
     states: dict[int, str] = field(default_factory=dict)
     strategy: str | None = None
+
+    def __repr__(self) -> str:
+        ranks = f"{len(self.ranks)} rank{'s' if len(self.ranks) != 1 else ''} on {self.device}, {self.backend}"
+        metrics = ", ".join(self.history.names()) or "no metrics"
+        return f"<{self.name}: {ranks}, {self.status} after {self.elapsed_s:.1f} s, {metrics}>"
 
     @property
     def elapsed_s(self) -> float:
