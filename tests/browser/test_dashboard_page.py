@@ -213,6 +213,21 @@ def test_a_rank_that_died_is_marked(sheet):
     assert "failed after" in one.outputs(0)[0]["data"]["text/plain"]
 
 
+def test_a_second_view_shows_the_same_run(sheet):
+    one = sheet([SETUP + HELD + f"d = s.play(s.make_run(2), 3, hold=hold, total_steps=80, {CPU})"])
+    one.run(0)
+    one.wait_board("s.curve('loss', 1)?.total > 20")
+    one.page.evaluate("() => { window.jupyterapp.commands.execute('notebook:create-output-view'); }")
+    one.page.wait_for_function("() => document.querySelectorAll('.nbd').length === 2")
+    one.wait_board("s.curve('loss', 1).total === 80")
+    one.page.wait_for_function(
+        "() => { const [a, b] = [...document.querySelectorAll('.nbd')].map(n => n.dashboard); return a !== b && a.store === b.store; }"
+    )
+    one.screenshot("own-tab")
+    enough(one)
+    one.page.wait_for_function("() => !document.querySelector('.nbd')")
+
+
 def test_a_finished_run_is_shown_again_and_kept(sheet):
     one = sheet([
         SETUP + f"run = s.make_run(2)\nd = s.play(run, 1.5, {CPU})",
