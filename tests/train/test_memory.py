@@ -154,7 +154,7 @@ def test_activations_are_not_divided_and_checkpointing_saves_them() -> None:
     few, many = forecast(deep, batch, "full", [2, 32])
     assert few.at_peak["activations"] == pytest.approx(many.at_peak["activations"], rel=0.05)
     saved = estimate(deep, batch, "full", 32, activation_checkpointing=True)
-    assert saved.at_peak["activations"] < 0.4 * many.at_peak["activations"]
+    assert saved.at_peak["activations"] < 0.5 * many.at_peak["activations"]
     offloaded = estimate(deep, batch, "full", 2, cpu_offload=True)
     assert offloaded.host_bytes == few.states_bytes
     assert offloaded.states_bytes == 0
