@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -46,12 +47,12 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def sheet(server: Server, browser: Browser, request: pytest.FixtureRequest) -> Iterator[Callable[..., Sheet]]:
-    """Opens notebooks: ``sheet(cells)``; closes them, and asserts that no script failed in their pages."""
+    """Opens notebooks: ``sheet(cells)`` or ``sheet(path)``; closes them, and asserts that no script of ours failed."""
     from browser.lab import Sheet
 
     opened: list[Sheet] = []
 
-    def open_sheet(cells: Sequence[str], *, on: Server | None = None) -> Sheet:
+    def open_sheet(cells: Sequence[str] | Path, *, on: Server | None = None) -> Sheet:
         opened.append(Sheet(on or server, browser, f"{request.node.name.partition('[')[0]}-{len(opened)}.ipynb", cells))
         return opened[-1]
 

@@ -125,6 +125,14 @@ class Server:
             body = reply.read()
         return json.loads(body) if body else None
 
+    def copy(self, name: str, source: Path) -> None:
+        """A notebook of the project, as before its first run."""
+        book = json.loads(source.read_text(encoding="utf-8"))
+        for cell in book["cells"]:
+            if cell["cell_type"] == "code":
+                cell |= {"outputs": [], "execution_count": None}
+        (self.work / name).write_text(json.dumps(book))
+
     def write(self, name: str, cells: Sequence[str]) -> None:
         """A notebook of these code cells."""
         code = [
@@ -193,9 +201,12 @@ class Browser:
 class Sheet:
     """A notebook open in a page."""
 
-    def __init__(self, server: Server, browser: Browser, name: str, cells: Sequence[str]) -> None:
+    def __init__(self, server: Server, browser: Browser, name: str, cells: Sequence[str] | Path) -> None:
         self.server, self.name = server, name
-        server.write(name, cells)
+        if isinstance(cells, Path):
+            server.copy(name, cells)
+        else:
+            server.write(name, cells)
         self.page = browser.page()
         self.errors: list[str] = []
         self.page.on("pageerror", self._note)

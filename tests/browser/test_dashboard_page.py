@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from deadlines import wait_until
 
-pytestmark = [pytest.mark.requires_browser, pytest.mark.shared]
+pytestmark = [pytest.mark.requires_browser, pytest.mark.shared, pytest.mark.timeout(300)]
 
 SETUP = "import simulated as s\n"
 CPU = "metrics=s.METRICS, sample=s.cpu_sample"
@@ -238,11 +239,8 @@ def test_a_finished_run_is_shown_again_and_kept(sheet):
     one.run(1)
     one.wait_board("s.state.status === 'ok' && s.curve('lr', 1)?.total === s.curve('loss', 0).total")
     one.page.get_by_role("button", name="Keep as figure").click()
-    one.page.wait_for_function("() => !document.querySelector('.nbd')")
-    assert [set(output["data"]) for output in one.outputs(1)] == [
-        {"image/png", "text/plain"},
-        {"text/html", "text/plain"},
-    ]
+    figure = [{"image/png", "text/plain"}, {"text/html", "text/plain"}]
+    wait_until(lambda: [set(output["data"]) for output in one.outputs(1)] == figure, what="the figure and the table")
 
 
 BACKGROUND = (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from browser.lab import Server
 
-pytestmark = [pytest.mark.requires_browser, pytest.mark.shared]
+pytestmark = [pytest.mark.requires_browser, pytest.mark.shared, pytest.mark.timeout(300)]
 
 RUN = "import simulated as s\nd = s.play(s.make_run(2), 2, mode='auto', metrics=s.METRICS, sample=s.cpu_sample)"
 HELD = (
