@@ -15,9 +15,10 @@ Seen with the gloo of torch 2.9 to 2.13 (TCP transport with epoll).
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = ["Connection", "Connections", "descriptors", "find_new"]
 
 _TCP_INFO_ACKED = 120  # in Linux's struct tcp_info: bytes acknowledged, then bytes received
 _TCP_INFO_BYTES = _TCP_INFO_ACKED + 16
+_ENTRY = re.compile(r"tfd:\s*(?P<fd>\d+) .*\bino:\s*(?P<inode>[0-9a-f]+)")
 _EPOLL = "anon_inode:[eventpoll]"
 
 
@@ -97,24 +99,28 @@ def find_new(before: Mapping[int, str], after: Mapping[int, str]) -> list[Connec
         if what != _EPOLL or before.get(fd) == what:
             continue
         watched = _watched(fd)
-        sockets = _tcp_sockets(w for w in watched if before.get(w) != after.get(w, "closed"))
+        sockets = _tcp_sockets(w for w in watched if before.get(w[0]) != after.get(w[0], "closed"))
         listeners = [s for s in sockets if s.peer is None]
         # Anything else that opens an epoll descriptor in this moment (an event loop of the user's) looks different.
-        if len(listeners) == 1 and any(after.get(w, "").startswith("pipe:") for w in watched):
+        if len(listeners) == 1 and any(after.get(w[0], "").startswith("pipe:") for w in watched):
             peers = tuple(s for s in sockets if s.peer is not None)
             groups.append(Connections(epoll=fd, listener=listeners[0], peers=peers))
     return groups
 
 
-def _watched(epoll: int) -> list[int]:
-    """Descriptors an epoll descriptor watches; none if it is no such thing (any more)."""
+def _watched(epoll: int) -> list[tuple[int, int]]:
+    """Descriptors and inodes that an epoll descriptor watches; none if it is no such thing (any more).
+
+    A descriptor alone would not do: gloo may close it in this moment, and another thread of ours get the number.
+    """
     try:
         if os.readlink(f"/proc/self/fd/{epoll}") != _EPOLL:
             return []
         with open(f"/proc/self/fdinfo/{epoll}") as lines:
-            return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+            entries = [_ENTRY.match(line) for line in lines]
     except OSError:
         return []
+    return [(int(e["fd"]), int(e["inode"], 16)) for e in entries if e is not None]
 
 
 @contextmanager
@@ -149,12 +155,12 @@ def _describe(fd: int, opened: socket.socket) -> Connection | None:
     return Connection(fd=fd, inode=os.fstat(opened.fileno()).st_ino, local=opened.getsockname(), peer=peer)
 
 
-def _tcp_sockets(fds: Iterator[int] | list[int]) -> list[Connection]:
+def _tcp_sockets(watched: Iterable[tuple[int, int]]) -> list[Connection]:
     found = []
-    for fd in fds:
+    for fd, inode in watched:
         with _borrowed(fd) as opened:
             connection = _describe(fd, opened) if opened is not None else None
-        if connection is not None:
+        if connection is not None and connection.inode == inode:
             found.append(connection)
     return found
 
