@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbdist.notebook.history import Run
+from nbdist.notebook.history import History, Run
 from nbdist.notebook.palette import MANY_RANKS
 from nbdist.notebook.units import bytes_text, duration_text, number_text, ranks_text, seconds_text
 
@@ -43,7 +43,9 @@ PARTS: dict[str, str] = {
     "rest_s": "rest",
 }
 
-_MATTERS = 0.10  # of the step: less is not worth a sentence
+READINGS = 6  # that the parts of a step are means of: about 3 s
+
+_MATTERS = 0.15  # of the step: less is not worth a sentence
 _MATTERS_S = 0.002
 _ENDED = ("failed", "died", "killed", "error")
 
@@ -221,7 +223,7 @@ def rank_rows(run: Run) -> list[RankRow]:
     rows = []
     for rank in run.ranks:
         values = history.samples.get(rank, {})
-        parts = {key: seconds for key in PARTS if (seconds := _number(values, key)) is not None}
+        parts = {key: _recent(history, key, rank) for key in PARTS if _number(values, key) is not None}
         steps_per_s = _number(values, "steps_per_s")
         step_s = _number(values, "step_s")
         if step_s is None and steps_per_s:
@@ -246,6 +248,11 @@ def rank_rows(run: Run) -> list[RankRow]:
             )
         )
     return rows
+
+
+def _recent(history: History, name: str, rank: int) -> float:
+    """Mean of a rank's last few readings: a single one is as restless as the machine."""
+    return float(history.reading(name, rank)[2][-READINGS:].mean())
 
 
 def headline(run: Run) -> str:
@@ -363,18 +370,23 @@ def _time_findings(rows: Sequence[RankRow]) -> list[Finding]:
 def straggler(rows: Sequence[RankRow]) -> tuple[RankRow, str, float] | None:
     """The rank that the others wait for, the part of its step, and by how many seconds; None if the ranks are even.
 
-    Waiting is never held against a rank: the others wait for the slow one.
+    Waiting is never held against a rank. Where ranks wait in collectives, a slow one is believed only if the others
+    wait longer than it does, by about what it is slower: else it is noise, or it catches up elsewhere.
     """
     threshold = max(_MATTERS_S, _MATTERS * statistics.median(sum(row.parts.values()) for row in rows))
+    waits = [row.parts.get("wait_s", 0.0) for row in rows]
+    typical_wait = statistics.median_high(waits)
     worst: tuple[RankRow, str, float] | None = None
     for key in PARTS:
         if key == "wait_s":
             continue
         times = [row.parts.get(key, 0.0) for row in rows]
         typical = statistics.median_low(times)
-        for row, seconds in zip(rows, times, strict=True):
-            if seconds - typical > threshold and (worst is None or seconds - typical > worst[2]):
-                worst = (row, key, seconds - typical)
+        for row, seconds, wait in zip(rows, times, waits, strict=True):
+            over = seconds - typical
+            held_up = typical_wait == 0 or typical_wait - wait > over / 2
+            if over > threshold and held_up and (worst is None or over > worst[2]):
+                worst = (row, key, over)
     return worst
 
 

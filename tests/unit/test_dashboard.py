@@ -63,6 +63,22 @@ def test_nobody_is_named_in_an_even_run():
     assert "All ranks are even: none holds the others up." in texts(one)
 
 
+def test_a_rank_that_nobody_waits_for_is_not_named():
+    one = run(2)
+    sample(one.history, 0, **(EVEN | {"backward_s": EVEN["backward_s"] + 0.02}))
+    sample(one.history, 1, **(EVEN | {"forward_s": EVEN["forward_s"] + 0.02}))
+    assert summary.straggler(rank_rows(one)) is None
+
+
+def test_one_restless_reading_names_nobody():
+    one = run(2)
+    for k in range(summary.READINGS):
+        sample(one.history, 0, k, **EVEN)
+        late = k == summary.READINGS - 1
+        sample(one.history, 1, k, **(EVEN | ({"data_s": EVEN["data_s"] + 0.05, "wait_s": 0.0} if late else {})))
+    assert summary.straggler(rank_rows(one)) is None
+
+
 def test_waiting_for_data_is_named():
     one = run(1)
     sample(one.history, 0, **(EVEN | {"data_s": 0.2}))

@@ -504,8 +504,9 @@ class Plot {
       g.fillText(text, LEFT - 7, y);
     }
     g.textAlign = "center";
+    const short = this.range[1] - this.range[0] < 20;
     for (const x of ticks(this.range[0], this.range[1], Math.max(2, this.inner / 90))) {
-      const text = this.axis === "time" ? duration(x) : number(x);
+      const text = this.axis === "step" ? number(x) : short ? `${number(x)} s` : duration(x);
       g.fillText(text, Math.min(this.toPx(x), this.width - RIGHT - g.measureText(text).width / 2), HEIGHT - 9);
     }
     g.textAlign = "left";
@@ -546,7 +547,7 @@ class Plot {
     for (let i = 0; i < curve.n; i++) {
       const v = smooth(curve.value[i]), x = xs[i];
       if (!Number.isFinite(v) || (this.log && v <= 0)) { lift(); before = x; continue; }
-      if (x < before) lift();
+      if (x < before && this.axis === "step") lift();
       before = x;
       // one point beyond each edge, so that the line runs out of the picture
       if ((x < x0 && !(xs[i + 1] >= x0)) || (x > x1 && !(xs[i - 1] <= x1))) { if (x < x0 || open) flush(); continue; }
@@ -695,7 +696,7 @@ class Plot {
     g.lineTo(this.toPx(x), HEIGHT - BOTTOM);
     g.stroke();
     const row = (colour, label, value) => h("div", {}, h("span", {}, colour ? h("i", { style: { borderColor: colour } }) : "", label), h("b", {}, number(value)));
-    const lines = [h("div", {}, this.axis === "step" ? `step ${number(x)}` : `after ${duration(x)}`)];
+    const lines = [h("div", {}, this.axis === "step" ? `step ${number(x)}` : `after ${seconds(x)}`)];
     const finite = here.filter(([, , v]) => Number.isFinite(v));
     if (finite.length > 1) lines.push(row(null, `mean of ${finite.length} ranks`, finite.reduce((s, f) => s + f[2], 0) / finite.length));
     const sorted = [...finite].sort((p, q) => p[2] - q[2]);
