@@ -69,6 +69,11 @@ class Steps:
         self._stop.halted = report
 
     @property
+    def grace_s(self) -> float:
+        """How long this rank waits for an agreed stop before it interrupts in any case: 2 s, or 3 recent steps."""
+        return self._stop.grace_s
+
+    @property
     def agreed(self) -> bool:
         """Whether the cell's interrupt came at the step all ranks had agreed on.
 

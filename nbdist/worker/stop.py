@@ -147,6 +147,11 @@ class AgreedStop:
 
     # ---- what the I/O thread calls
 
+    @property
+    def grace_s(self) -> float:
+        """How long the ranks may take to agree and to come to the boundary."""
+        return max(LEAST_GRACE_S, GRACE_STEPS * (self._step_time_s() or 0.0))
+
     def request(self, at_step: int | None) -> None:
         """Ask the running cell to stop (any thread but the main one).
 
@@ -167,9 +172,8 @@ class AgreedStop:
             if agreed:
                 self._asked = True
                 self._boundary = boundary = self._count() + 1
-                grace_s = max(LEAST_GRACE_S, GRACE_STEPS * (self._step_time_s() or 0.0))
                 watch = threading.Thread(
-                    target=self._watch, args=(self._over, self._told, grace_s), name="nbdist-stop", daemon=True
+                    target=self._watch, args=(self._over, self._told, self.grace_s), name="nbdist-stop", daemon=True
                 )
         if agreed:
             watch.start()
