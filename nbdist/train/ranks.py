@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from nbdist.errors import InputError, NotRunningError
+from nbdist.worker import telemetry
 
 __all__ = [
     "agree",
@@ -61,7 +62,7 @@ def local_world_size() -> int:
 
 
 def device_of(model: nn.Module | None = None, device: torch.device | str | None = None) -> torch.device:
-    """Device this rank trains on: the one given, the model's accelerator, or the one the backend calls for.
+    """Device this rank trains on: the one given, the model's accelerator, the cell's, or the one the backend calls for.
 
     Parameters
     ----------
@@ -78,14 +79,22 @@ def device_of(model: nn.Module | None = None, device: torch.device | str | None 
     chosen: torch.device | None = torch.device(device) if device is not None else None
     if chosen is None and model is not None:
         chosen = next((p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")), None)
-    if chosen is None and "NBDIST_DEVICE" in os.environ:
-        chosen = torch.device(os.environ["NBDIST_DEVICE"])
+    if chosen is None:
+        chosen = _named_device()
     if chosen is None:
         nccl = dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
         chosen = torch.device("cuda" if nccl and torch.cuda.is_available() else "cpu")
     if str(chosen) == "cuda":
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % max(torch.cuda.device_count(), 1))
     return chosen
+
+
+def _named_device() -> torch.device | None:
+    """What ``device`` means in a rank of nbdist: gloo serves the CPU, and GPUs that ranks share."""
+    if telemetry.current is None:
+        return None
+    named = getattr(sys.modules.get("__main__"), "device", None)
+    return torch.device(named) if isinstance(named, torch.device | str) else None
 
 
 def say(text: str) -> None:

@@ -322,3 +322,16 @@ def _many_times() -> tuple[int, int]:
 
 def test_nothing_is_kept_of_a_model(ranks: Callable[..., list[Any]]) -> None:
     assert [alive for alive, _ in ranks(2, _many_times)] == [0, 0]
+
+
+def test_the_cells_device_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import __main__
+    from nbdist.train.ranks import device_of
+    from nbdist.worker import telemetry
+
+    assert device_of() == torch.device("cpu")
+    monkeypatch.setattr(__main__, "device", torch.device("meta"), raising=False)
+    assert device_of() == torch.device("cpu"), "a script's own variable means nothing"
+    monkeypatch.setattr(telemetry, "current", object())
+    assert device_of() == torch.device("meta")
+    assert device_of(device="cpu") == torch.device("cpu")
