@@ -117,6 +117,9 @@ def main() -> int:
         begun = time.monotonic()
         try:
             found = job()
+        except KeyboardInterrupt:  # what was measured so far is still worth its table
+            failed.append(f"interrupted at {what}")
+            break
         except Exception as error:  # one product's failure must not cost the others' numbers; it is counted and shown
             failed.append(f"{what}: {type(error).__name__}: {str(error)[:300]}")
             found = []

@@ -13,6 +13,10 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from playwright.sync_api import CDPSession
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -109,6 +113,12 @@ REDRAW = """() => {
 }"""
 
 
+def _task_s(inspector: CDPSession) -> float:
+    """CPU seconds that the page's main thread has spent."""
+    metrics = inspector.send("Performance.getMetrics")["metrics"]
+    return next(float(metric["value"]) for metric in metrics if metric["name"] == "TaskDuration")
+
+
 def main() -> int:
     """Measure and print; 1 if a bound was missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dashboard", description=__doc__.split("\n")[0])
@@ -138,8 +148,12 @@ def main() -> int:
             sheet.run(0)
             sheet.wait_board("s.curves.size > 0")
             page.wait_for_timeout(2000)  # the page itself is still settling: not what is measured
+            inspector = page.context.new_cdp_session(page)
+            inspector.send("Performance.enable", {"timeDomain": "threadTicks"})  # CPU time: the machine may be busy
             page.evaluate("() => probe.reset()")
+            began_s = _task_s(inspector)
             page.wait_for_timeout(max(1.0, args.seconds - 5) * 1000)
+            page_cpu_s = _task_s(inspector) - began_s
             seen = page.evaluate("() => ({...probe, reset: null})")
             if args.screenshot:
                 page.screenshot(path=str(args.screenshot))
@@ -170,7 +184,7 @@ def main() -> int:
         (f"websocket: {rate / 1000:.0f} kB/s in {seen['messages'] / max(1.0, args.seconds - 5):.1f} messages/s",
          rate <= BYTES_LIMIT),
         (f"page: longest stall {seen['longest_ms']:.0f} ms, {len(stalls)} above 50 ms, worst {stalls[:6]}; "
-         f"{seen['drawn']} drawings, the last in {state['draw']:.1f} ms", seen["longest_ms"] <= STALL_LIMIT_MS),
+         f"{seen['drawn']} drawings of {1000 * page_cpu_s / max(1, seen['drawn']):.0f} ms CPU, the last in {state['draw']:.1f} ms", seen["longest_ms"] <= STALL_LIMIT_MS),
         (f"lost: {state['missed']} messages of {told['messages']}, {state['gaps']} curves with gaps, "
          f"{told['lost'] or 'none'} from the ranks", not state["missed"] and not state["gaps"] and not told["lost"]),
         (f"last values exact: {exact}; one point stands for {state['every']}", exact),
