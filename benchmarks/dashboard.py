@@ -101,7 +101,7 @@ board.open()
 """
 
 STATE = """({
-  missed: s.missed, draw: d.plot.drawMs,
+  missed: s.missed,
   gaps: [...s.curves.values()].filter((c) => c.gap).length,
   every: Math.max(...[...s.curves.values()].map((c) => c.every)),
 })"""
@@ -184,7 +184,8 @@ def main() -> int:
         (f"websocket: {rate / 1000:.0f} kB/s in {seen['messages'] / max(1.0, args.seconds - 5):.1f} messages/s",
          rate <= BYTES_LIMIT),
         (f"page: longest stall {seen['longest_ms']:.0f} ms, {len(stalls)} above 50 ms, worst {stalls[:6]}; "
-         f"{seen['drawn']} drawings of {1000 * page_cpu_s / max(1, seen['drawn']):.0f} ms CPU, the last in {state['draw']:.1f} ms", seen["longest_ms"] <= STALL_LIMIT_MS),
+         f"{seen['drawn']} drawings, {1000 * page_cpu_s / max(1, seen['drawn']):.0f} ms of CPU each",
+         seen["longest_ms"] <= STALL_LIMIT_MS),
         (f"lost: {state['missed']} messages of {told['messages']}, {state['gaps']} curves with gaps, "
          f"{told['lost'] or 'none'} from the ranks", not state["missed"] and not state["gaps"] and not told["lost"]),
         (f"last values exact: {exact}; one point stands for {state['every']}", exact),

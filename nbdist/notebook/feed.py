@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nbdist.notebook.history import POINTS_PER_SERIES, Floats, Run, thin
+from nbdist.notebook.palette import MANY_RANKS
 from nbdist.notebook.summary import Finding, RankRow, findings, memory_note, progress, rank_rows
 
 __all__ = ["CHUNK", "KEYFRAME", "STEPS", "TIMES", "Feed", "state"]
@@ -41,11 +42,11 @@ CHUNK = np.dtype(
 KEYFRAME, STEPS, TIMES = 1, 2, 4
 
 BYTES_PER_S = 200_000  # of curves, in the long run
-BURST = 250_000  # bytes in one message
+BURST = 500_000  # bytes in one message: two seconds in which nothing could be sent thin nothing
 KEYFRAME_POINTS = 512
-KEYFRAME_BYTES_PER_S = 40_000
+KEYFRAME_BYTES_PER_S = 20_000
 FULL_BYTES = 4_000_000  # what a page that opens late gets of the whole run
-STATE_S = 0.5  # at most how often the state of the ranks is sent
+STATE_S = 0.5  # at most how often the state of the ranks is sent; half as often with many ranks
 LARGEST = float(np.finfo(np.float32).max)
 
 Singles = npt.NDArray[np.float32]
@@ -99,7 +100,8 @@ class Feed:
         if fresh:
             self._deltas(names, chunks)
         self._keyframes(names, chunks)
-        due = at_once or now_s - self._said_s >= STATE_S
+        wait_s = STATE_S if len(run.ranks) <= MANY_RANKS else 2 * STATE_S
+        due = at_once or now_s - self._said_s >= wait_s
         said = state(run) if due else None
         if said is not None:
             self._said_s = now_s

@@ -41,6 +41,9 @@ POINTS = 4_000_000
 
 MIN_POINTS = 2_000
 
+READINGS_PER_RANK = 8_192
+"""How many samples a rank keeps (an hour at two a second); beyond, every second one is dropped."""
+
 
 def thin(steps: Floats, times: Floats, values: Floats, keep: int) -> tuple[Floats, Floats, Floats]:
     """About `keep` points that show the same curve: smallest and largest of each bucket, and the first and last point.
@@ -100,6 +103,47 @@ class _Series:
         return view
 
 
+class _Readings:
+    """Numbers of one rank's samples over time: a row a sample, a column a name; NaN where a sample lacks it."""
+
+    __slots__ = ("_columns", "_table", "published")
+
+    def __init__(self) -> None:
+        self._columns: dict[str, int] = {}
+        self._table = np.full((64, 32), np.nan)
+        self.published = self._table[:0]  # what readers see
+
+    def append(self, step: float, time_s: float, values: Mapping[str, float]) -> None:
+        columns = self._columns
+        for name in values.keys() - columns.keys():
+            columns[name] = 2 + len(columns)
+        n = len(self.published)
+        if n == READINGS_PER_RANK:  # an old reading is worth less than an old metric: every second one goes
+            thinned = np.full_like(self._table, np.nan)
+            n //= 2
+            thinned[:n] = self._table[: 2 * n : 2]
+            self._table = thinned
+        if n == len(self._table) or 2 + len(columns) > self._table.shape[1]:
+            rows = 2 * len(self._table) if n == len(self._table) else len(self._table)
+            grown = np.full((rows, max(2 + len(columns), self._table.shape[1])), np.nan)
+            grown[:n, : self._table.shape[1]] = self._table[:n]
+            self._table = grown
+        row = [math.nan] * (2 + len(columns))
+        row[0], row[1] = step, time_s
+        for name, value in values.items():
+            row[columns[name]] = value
+        self._table[n, : len(row)] = row
+        self.published = self._table[: n + 1]
+
+    def read(self, name: str) -> Floats:
+        """Steps, times and values, shape (3, n)."""
+        table, column = self.published, self._columns.get(name)
+        if column is None or column >= table.shape[1]:
+            return np.empty((3, 0))
+        known = table[~np.isnan(table[:, column])]
+        return np.stack([known[:, 0], known[:, 1], known[:, column]])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite:
     """Where a metric of a rank stopped being a number for the first time."""
@@ -135,7 +179,7 @@ class History:
         self.lost: dict[int, int] = {}
         self.turned_back: dict[tuple[str, int], float] = {}
         self._metrics: dict[tuple[str, int], _Series] = {}
-        self._readings: dict[tuple[str, int], _Series] = {}
+        self._readings: dict[int, _Readings] = {}
         self._non_finite: dict[tuple[str, int], NonFinite] = {}
         self._next_seq: dict[int, int] = {}
 
@@ -197,19 +241,17 @@ class History:
         latest = {**self.samples.get(rank, {}), **message.values}
         step = latest.get("steps")
         at = float(step) if isinstance(step, int | float) else math.nan
-        for name, value in _numbers(message.values):
-            series = self._readings.get((name, rank))
-            if series is None:
-                series = self._readings[name, rank] = _Series()
-            series.append(np.array([[at], [message.time_s], [value]]), self._limit)
+        readings = self._readings.get(rank)
+        if readings is None:
+            readings = self._readings[rank] = _Readings()
+        readings.append(at, message.time_s, dict(_numbers(message.values)))
         self.samples[rank] = latest
         self.sampled_s[rank] = message.time_s
         self.version += 1
 
     @property
     def _limit(self) -> int:
-        count = len(self._metrics) + len(self._readings)
-        return min(POINTS_PER_SERIES, max(MIN_POINTS, POINTS // max(1, count)))
+        return min(POINTS_PER_SERIES, max(MIN_POINTS, POINTS // max(1, len(self._metrics))))
 
     # ---- reading: any thread
 
@@ -239,8 +281,8 @@ class History:
 
     def reading(self, name: str, rank: int) -> tuple[Floats, Floats, Floats]:
         """Like `series`, of a number in the samples, e.g. memory over time; empty if it never came."""
-        found = self._readings.get((name, rank))
-        steps, times, values = found.read() if found else np.empty((3, 0))
+        found = self._readings.get(rank)
+        steps, times, values = found.read(name) if found else np.empty((3, 0))
         return steps, times, values
 
     def total(self, name: str, rank: int) -> int:

@@ -185,6 +185,21 @@ def test_samples_are_kept_merged_and_as_readings_over_time():
     assert len(history.reading("never", 3)[2]) == 0
 
 
+def test_readings_are_bounded_and_may_gain_names(monkeypatch):
+    monkeypatch.setattr(module, "READINGS_PER_RANK", 128)
+    history = History()
+    for k in range(1000):
+        late = {f"name{i}": k for i in range(50)} if k > 500 else {}
+        sample(history, 0, float(k), steps=k, used=2.0 * k, **late)
+    steps, times, values = history.reading("used", 0)
+    assert 50 < len(values) <= 128
+    assert (steps[-1], times[-1], values[-1]) == (999, 999, 1998)
+    assert (values == 2 * steps).all()
+    assert (np.diff(times) > 0).all()
+    assert history.reading("name49", 0)[2][-1] == 999
+    assert history.reading("name49", 0)[0][0] > 500
+
+
 def test_version_changes_when_something_arrives():
     history = History()
     seen = [history.version]
