@@ -6,7 +6,8 @@ import copy
 import inspect
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -135,9 +136,9 @@ class ShardBatches(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         number, num_workers = _worker()
-        stream = _endless(self.dataset)
-        for _ in range(number, self.num_batches, num_workers):
-            yield next(stream) if self.batch_size is None else list(islice(stream, self.batch_size))
+        with closing(_endless(self.dataset)) as stream:
+            for _ in range(number, self.num_batches, num_workers):
+                yield next(stream) if self.batch_size is None else list(islice(stream, self.batch_size))
 
     def __len__(self) -> int:
         return self.num_batches
@@ -148,12 +149,17 @@ def _worker() -> tuple[int, int]:
     return (worker.id, worker.num_workers) if worker else (0, 1)
 
 
-def _endless(stream: Iterable[Any]) -> Iterator[Any]:
+def _endless(stream: Iterable[Any]) -> Generator[Any, None, None]:
     while True:
         empty = True
-        for sample in stream:
-            empty = False
-            yield sample
+        samples = iter(stream)
+        try:
+            for sample in samples:
+                empty = False
+                yield sample
+        finally:
+            if isinstance(samples, Generator):
+                samples.close()
         if empty:
             raise InputError("loader(): the stream gave no sample at all")
 
