@@ -224,6 +224,11 @@ def fsdp(
             )
         if activation_checkpointing and not units:
             raise InputError("activation_checkpointing: no block class repeats in the model; name it with blocks=")
+        bent = next((n for n, p in model.named_parameters() if not p.is_contiguous()), None)
+        if bent and version == 2 and name != "none":
+            raise InputError(
+                f"`{bent}` is not contiguous (channels_last?), which fully_shard does not take; ddp() does"
+            )
         _check_meta(model, late_start=name != "none" and version == 2)
         asked = (name, version, str(dtype), cpu_offload, activation_checkpointing, size, [n for n, _ in units])
         facts = {"the model": signature(model), "the device type": chosen.type, "the arguments": asked}
@@ -375,7 +380,9 @@ def _start_equal(module: nn.Module, device: torch.device) -> None:
         for tensor in [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]:
             if not _is_sharded(tensor):
                 tensor.data = tensor.data.to(device)
-                dist.broadcast(tensor.data, src=0)
+                whole = tensor.data.contiguous()  # channels_last weights are not
+                dist.broadcast(whole, src=0)
+                tensor.data.copy_(whole)
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

@@ -199,7 +199,10 @@ def _refused(name: str) -> None:
         net = nbdist.fsdp(net)
     if name == "own meta":
         net.scale = nn.Parameter(torch.empty(2, device="meta"))
+    if name == "channels last":
+        net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     calls: dict[str, Callable[[], object]] = {
+        "channels last": lambda: nbdist.fsdp(net),
         "block": lambda: nbdist.fsdp(net, blocks="Layer"),
         "block class": lambda: nbdist.fsdp(net, blocks=nn.Conv2d),
         "strategy": lambda: nbdist.fsdp(net, "zero"),
