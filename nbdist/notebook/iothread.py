@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import threading
 from collections import deque
@@ -37,8 +38,8 @@ class IOThread(threading.Thread):
     changed
         Its lock is held during every callback; notified after each round.
     on_packet, on_exit
-        Called for each verified message, and with process id and wait status of each rank that ended (None when the
-        fork server itself is gone).
+        Called for each verified message, and with process id and wait status of each rank that ended (status None
+        where it is not known, since the fork server itself is gone).
     on_tick
         Called after each round; True if it wants to be called again soon.
     """
@@ -48,7 +49,7 @@ class IOThread(threading.Thread):
         listener: Listener,
         changed: threading.Condition,
         on_packet: Callable[[Packet], None],
-        on_exit: Callable[[int | None, int | None], None],
+        on_exit: Callable[[int, int | None], None],
         on_tick: Callable[[], bool],
     ) -> None:
         super().__init__(name="nbdist-io", daemon=True)
@@ -58,6 +59,7 @@ class IOThread(threading.Thread):
         self._waker = Waker()
         self._outbox: deque[tuple[bytes, Message, Sequence[bytes | memoryview]]] = deque()
         self._stop_requested = False
+        self._pidfds: dict[int, int] = {}  # descriptor to process id, once nobody sends exit notices any more
         self.exits: socket.socket | None = None
         self.ranks: list[RankProcess] = []
 
@@ -87,6 +89,7 @@ class IOThread(threading.Thread):
         while not self._stop_requested:
             ranks, exits = list(self.ranks), self.exits
             wanted = {fd for r in ranks if not r.output.ended for fd in r.output.fds()}
+            wanted |= self._pidfds.keys()
             if exits is not None:
                 wanted.add(exits.fileno())
             for fd in polled - wanted:
@@ -94,14 +97,16 @@ class IOThread(threading.Thread):
             for fd in wanted - polled:
                 poller.add(fd)
             polled = wanted
-            poller.wait(BUSY_S if soon else IDLE_S)
+            ready = poller.wait(BUSY_S if soon else IDLE_S)
             self._waker.clear()
             self._send_all()
             with self._changed:
-                soon = self._round(ranks, exits)
+                soon = self._round(ranks, exits, ready)
                 self._changed.notify_all()
         self._listener.close()
         self._waker.close()
+        for fd in self._pidfds:
+            os.close(fd)
 
     def _send_all(self) -> None:
         while self._outbox:
@@ -110,7 +115,7 @@ class IOThread(threading.Thread):
             except WireError:
                 _log.exception("nbdist could not send a message")
 
-    def _round(self, ranks: Sequence[RankProcess], exits: socket.socket | None) -> bool:
+    def _round(self, ranks: Sequence[RankProcess], exits: socket.socket | None, ready: set[int]) -> bool:
         try:
             for packet in self._listener.receive():
                 self._on_packet(packet)
@@ -120,6 +125,9 @@ class IOThread(threading.Thread):
                 held |= rank.output.held()
             if exits is not None:
                 self._read_exits(exits)
+            for fd in ready & self._pidfds.keys():
+                os.close(fd)
+                self._on_exit(self._pidfds.pop(fd), None)
             return self._on_tick() or held
         except Exception:
             # A fault of nbdist's own: the thread must go on reading, or every rank would block on a full pipe.
@@ -136,7 +144,15 @@ class IOThread(threading.Thread):
                 data = b""
             if not data:
                 self.exits = None
-                self._on_exit(None, None)
+                self._watch_processes()
                 return
             notice: dict[str, Any] = json.loads(data)
             self._on_exit(notice["pid"], notice["status"])
+
+    def _watch_processes(self) -> None:
+        """The fork server is gone: from now on see for oneself when a rank ends, though not how."""
+        for rank in self.ranks:
+            try:
+                self._pidfds[os.pidfd_open(rank.pid)] = rank.pid
+            except ProcessLookupError:
+                self._on_exit(rank.pid, None)

@@ -6,10 +6,10 @@ throw-away fork of the fork server, under the environment the ranks will have.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from nbdist.errors import InputError, StartError
 
@@ -69,7 +71,7 @@ def shadowing_files(names: Sequence[str] = ("torch", "numpy", "IPython", "zmq", 
 
 
 def runtime_folder() -> Path:
-    """A new folder of mode 0700 for one cluster's socket and rendezvous files, with a path short enough for a socket."""
+    """A new folder of mode 0700 for a cluster's socket and rendezvous files, its path short enough for a socket."""
     for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
         if base and len(os.fsencode(base)) < 60 and os.access(base, os.W_OK):
             return Path(tempfile.mkdtemp(prefix="nbdist-", dir=base))
@@ -160,7 +162,8 @@ def choose(n: int | None, backend: str | None, seen: Mapping[str, Any]) -> Choic
     if n > gpus and backend != "gloo":
         have = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
         raise InputError(
-            f"{n} ranks with nccl need {n} GPUs and there are {have}: use -n {gpus}, or --backend gloo, whose ranks share GPUs"
+            f"{n} ranks with nccl need {n} GPUs and there are {have}: use -n {gpus}, or --backend gloo,"
+            " whose ranks share GPUs"
         )
     reason = f"{gpus} GPU{'s' if gpus > 1 else ''} visible"
     if backend == "gloo":
@@ -185,7 +188,7 @@ def _why_no_gpu(seen: Mapping[str, Any]) -> str:
 
 
 class ForkServer:
-    """The notebook's side of the fork server process; methods are called by one thread at a time (a lock sees to it)."""
+    """The notebook's side of the fork server process; a lock sees to it that one thread at a time speaks with it."""
 
     def __init__(self) -> None:
         self.environment = _read_at_import(os.environ)
@@ -261,6 +264,7 @@ class ForkServer:
         try:
             data = self._control.recv(1 << 20)
         except TimeoutError:
+            self.process.kill()  # a late answer would be taken for that of the next question
             raise StartError(f"the fork server did not answer within {timeout_s:.0f} s") from None
         except OSError:
             data = b""
@@ -315,11 +319,9 @@ class ForkServer:
         try:
             self._ask({"do": "kill", "pids": list(pids)})
         except StartError:
-            for pid in pids:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            for process in _below(pids):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def close(self) -> None:
         """End the fork server, and with it all its ranks."""
@@ -330,3 +332,13 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def _below(pids: Sequence[int]) -> list[psutil.Process]:
+    """These processes, all below them and all in their sessions; what the fork server knows while it lives."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(process.pid) in pids or any(p.pid in pids for p in (process, *process.parents())):
+                found.append(process)
+    return found

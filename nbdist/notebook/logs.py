@@ -6,6 +6,7 @@ They lie under ``$XDG_STATE_HOME/nbdist/output`` (``~/.local/state/nbdist/output
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import time
@@ -43,7 +44,7 @@ class RankLog:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._size = 0
-        self._file = None
+        self._file: io.FileIO | None = None
         self._open()
 
     def _open(self) -> None:

@@ -175,6 +175,11 @@ class Members:
         """Why no rank can be forked any more, or None."""
         return self._server.outdated()
 
+    @property
+    def server_pid(self) -> int:
+        """Process id of the fork server."""
+        return self._server.process.pid
+
     def kill(self, rank: int) -> None:
         """End one rank and everything below it (any thread)."""
         self._server.kill([self.ranks[rank].pid])
@@ -303,9 +308,7 @@ class Members:
             self._answers[process.rank, type(message)] = (message, packet.buffers)
         self._on_packet(process, packet)
 
-    def _exited(self, pid: int | None, status: int | None) -> None:
-        if pid is None:
-            return  # the fork server itself: `outdated` says so when a rank must be forked
+    def _exited(self, pid: int, status: int | None) -> None:
         for process in self.ranks:
             if process.pid == pid and process.alive:
                 process.state, process.exit_status, process.died_s = "dead", status, time.monotonic()

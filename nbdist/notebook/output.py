@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, NamedTuple
 
+from nbdist.notebook.logs import RankLog
+
 __all__ = ["Line", "RankOutput", "Screen"]
 
 READ_BYTES = 1 << 18
@@ -245,7 +247,7 @@ class RankOutput:
         stdout: int,
         stderr: int,
         token: str,
-        log: IO[bytes],
+        log: IO[bytes] | RankLog,
         on_text: Callable[[str, str], None],
         on_mark: Callable[[str, int], bool],
     ) -> None:

@@ -16,10 +16,12 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,7 @@ class ForkServer:
         self.control = socket.socket(fileno=control)
         self.exits = socket.socket(fileno=exits)
         self.ranks: set[int] = set()
+        self.folders: set[str] = set()
         self.notebook = os.pidfd_open(notebook_pid)
         if os.getppid() != notebook_pid:  # it ended before its pidfd was open
             os._exit(0)
@@ -138,8 +141,8 @@ class ForkServer:
                     gc.freeze()
 
     def orphaned(self) -> bool:
-        """Has the notebook's process ended?"""
-        return bool(select.select([self.notebook], [], [], 0)[0])
+        """Whether the notebook has ended, or has closed its end; asked before it has sent anything."""
+        return bool(select.select([self.notebook, self.control.fileno()], [], [], 0)[0])
 
     def answer(self) -> None:
         """Read one request and reply to it."""
@@ -172,26 +175,33 @@ class ForkServer:
         """Fork one rank with the write ends of its output pipes; its process id."""
         if (threads := threading.active_count()) != 1:
             raise OSError(0, f"the fork server has {threads} threads")
+        self.folders.add(spec["folder"])
         pid = os.fork()
         if pid:
             self.ranks.add(pid)
             return pid
-        self._forget()
-        from nbdist.worker.main import run_rank
+        try:
+            self._forget()
+            from nbdist.worker.main import run_rank
 
-        run_rank(spec, *fds)
-        os._exit(0)
+            run_rank(spec, *fds)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
 
     def ask_in_a_fork(self, env: dict[str, str]) -> dict[str, Any]:
         """Count devices under this environment in a process thrown away afterwards: CUDA is never touched here."""
         r, w = os.pipe2(os.O_CLOEXEC)
         pid = os.fork()
         if pid == 0:
-            self._forget()
-            os.environ.clear()
-            os.environ.update(env)
-            os.write(w, json.dumps(_count_devices()).encode())
-            os._exit(0)
+            try:
+                self._forget()
+                os.environ.clear()
+                os.environ.update(env)
+                os.write(w, json.dumps(_count_devices()).encode())
+            finally:
+                os._exit(0)
         os.close(w)
         with os.fdopen(r, "rb") as pipe:
             answer = pipe.read()
@@ -220,32 +230,36 @@ class ForkServer:
             if pid in self.ranks:
                 self.ranks.discard(pid)
                 _kill(process_tree((), [pid]))
+                if not self.ranks:  # what they left in sessions of its own has become a child of this process
+                    self.end_all()
                 try:
                     self.exits.send(json.dumps({"pid": pid, "status": status}).encode())
                 except OSError:
                     self.leave()
 
-    def leave(self) -> None:
-        """Kill every process below this one, and those in the ranks' sessions, and end."""
+    def end_all(self) -> None:
+        """Kill every process below this one, and those in the ranks' sessions."""
         me = os.getpid()
         for _ in range(50):
             left = [pid for pid in process_tree([me], self.ranks) if pid != me]
             if not left:
                 break
             _kill(left)
-            try:
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            except ChildProcessError:
-                continue
+
+    def leave(self) -> None:
+        """End everything below this process, remove the clusters' folders, and end."""
+        self.end_all()
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
 
 def _import(name: str) -> None:
     try:
         importlib.import_module(name)
-    except ImportError:
-        # A module that a torch version does not have, or an optional library: ranks find out for themselves.
+    except Exception:
+        # A module that a torch version does not have, an optional library, a setting that one of them refuses: ranks
+        # meet it themselves, where the user can read it.
         return
 
 
