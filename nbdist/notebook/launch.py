@@ -24,7 +24,7 @@ import psutil
 
 from nbdist.errors import InputError, StartError
 
-__all__ = ["Choice", "ForkServer", "choose", "rank_environment", "runtime_folder", "shadowing_files"]
+__all__ = ["Choice", "ForkServer", "choose", "notebook_folder", "rank_environment", "runtime_folder", "shadowing_files"]
 
 IMPORT_TIMEOUT_S = 120.0
 # Set for each rank by nbdist as torchrun does, never taken from the notebook's own environment.
@@ -53,7 +53,7 @@ def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
 
 def _library_path() -> list[str]:
     """The notebook's `sys.path` without its own folder: a file beside the notebook must not stand in for a library."""
-    here = os.path.realpath(os.getcwd())
+    here = os.readlink("/proc/self/cwd")
     path = [p for p in sys.path if p and os.path.realpath(p) != here]
     package = str(Path(__file__).resolve().parents[2])  # it may be this very folder, in nbdist's own source tree
     return path if package in path else [*path, package]
@@ -68,6 +68,20 @@ def shadowing_files(names: Sequence[str] = ("torch", "numpy", "IPython", "zmq", 
             if path.is_file() and not (spec and spec.origin and Path(spec.origin).resolve() == path.resolve()):
                 found.append(path.resolve())
     return found
+
+
+def notebook_folder() -> str:
+    """The notebook's working folder, where ranks work too.
+
+    Raises
+    ------
+    StartError
+        If it has been removed.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise StartError("the notebook's folder was removed: change to one that exists, with %cd") from None
 
 
 def runtime_folder() -> Path:

@@ -102,7 +102,7 @@ class Members:
             "replacing": replacing,
             "notebook_pid": os.getpid(),
             "env": env,
-            "cwd": os.getcwd(),
+            "cwd": launch.notebook_folder(),
             "path": ["", *(p for p in sys.path if p)],
         }
 

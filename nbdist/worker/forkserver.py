@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -54,6 +55,7 @@ LATER_IMPORTS = (
 )
 _PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_MS = 2000
+_END_S = 5.0  # a process in the midst of a system call dies when that returns
 
 
 def process_tree(roots: Iterable[int], sessions: Iterable[int] = ()) -> list[int]:
@@ -238,13 +240,17 @@ class ForkServer:
                     self.leave()
 
     def end_all(self) -> None:
-        """Kill every process below this one, and those in the ranks' sessions."""
+        """Kill every process below this one until there is none: what loses its parent becomes a child of this one."""
         me = os.getpid()
-        for _ in range(50):
-            left = [pid for pid in process_tree([me], self.ranks) if pid != me]
-            if not left:
-                break
-            _kill(left)
+        deadline_s = time.monotonic() + _END_S
+        while time.monotonic() < deadline_s:
+            _kill(pid for pid in process_tree([me]) if pid != me)
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            time.sleep(0.002)
 
     def leave(self) -> None:
         """End everything below this process, remove the clusters' folders, and end."""
