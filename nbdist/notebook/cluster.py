@@ -445,11 +445,19 @@ _server_lock = threading.Lock()
 
 def warm() -> None:
     """Start the fork server, so that the first cell finds it warm."""
-    global _server
     with _server_lock:
         if _server is None or _server.outdated():
-            _server = launch.ForkServer()
-            atexit.register(cool)
+            _replace_server()
+
+
+def _replace_server() -> launch.ForkServer:
+    global _server
+    if _server is not None:
+        _server.retire()
+    else:
+        atexit.register(cool)
+    _server = launch.ForkServer()
+    return _server
 
 
 def cool() -> None:
@@ -486,16 +494,9 @@ def start(
     StartError
         If the workers do not come up.
     """
-    global _server
     with _server_lock:
         replaced = _server.outdated() if _server is not None else None
-        if _server is None or replaced:
-            if _server is not None:
-                _server.close()
-            else:
-                atexit.register(cool)
-            _server = launch.ForkServer()
-        server = _server
+        server = _replace_server() if _server is None or replaced else _server
     if n is not None and n < 1:
         raise InputError(f"the number of ranks must be at least 1, not {n}")
     choice = launch.choose(n, backend, server.count_devices())

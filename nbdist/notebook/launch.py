@@ -174,9 +174,9 @@ def choose(n: int | None, backend: str | None, seen: Mapping[str, Any]) -> Choic
         return Choice(n=n or _DEFAULT_CPU_RANKS, backend="gloo", device="cpu", num_gpus=0, reason=why)
     n = n or gpus
     if n > gpus and backend != "gloo":
-        have = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        have = "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
         raise InputError(
-            f"{n} ranks with nccl need {n} GPUs and there are {have}: use -n {gpus}, or --backend gloo,"
+            f"{n} ranks with nccl need {n} GPUs and there {have}: use -n {gpus}, or --backend gloo,"
             " whose ranks share GPUs"
         )
     reason = f"{gpus} GPU{'s' if gpus > 1 else ''} visible"
@@ -209,6 +209,8 @@ class ForkServer:
         self.path = _library_path()
         self._lock = threading.Lock()
         self._hello: dict[str, Any] | None = None
+        self._users = 0
+        self._retired = False
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.exits, exits = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.exits.setblocking(False)
@@ -336,6 +338,22 @@ class ForkServer:
             for process in _below(pids):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
+
+    def hold(self) -> None:
+        """A cluster begins to use it."""
+        self._users += 1
+
+    def release(self) -> None:
+        """A cluster does not use it any more."""
+        self._users -= 1
+        if self._retired and not self._users:
+            self.close()
+
+    def retire(self) -> None:
+        """End it as soon as no cluster uses it: another one takes its place."""
+        self._retired = True
+        if not self._users:
+            self.close()
 
     def close(self) -> None:
         """End the fork server, and with it all its ranks."""

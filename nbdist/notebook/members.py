@@ -73,6 +73,7 @@ class Members:
         self._token = os.urandom(8).hex()
         self._folder = launch.runtime_folder()
         self._io: IOThread | None = None
+        server.hold()
         try:
             io = IOThread(Listener(self._folder, self._key), self.changed, self._arrived, self._exited, on_tick)
             io.exits = server.exits
@@ -170,6 +171,7 @@ class Members:
         for process in self.ranks:
             _retire(process)
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._server.release()
 
     def outdated(self) -> str | None:
         """Why no rank can be forked any more, or None."""
