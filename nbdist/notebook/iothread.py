@@ -6,14 +6,10 @@ and the main thread, which waits on the same condition, shows what has come.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from nbdist.errors import WireError
 from nbdist.notebook.ranks import RankProcess
@@ -38,8 +34,8 @@ class IOThread(threading.Thread):
     changed
         Its lock is held during every callback; notified after each round.
     on_packet, on_exit
-        Called for each verified message, and with process id and wait status of each rank that ended (status None
-        where it is not known, since the fork server itself is gone).
+        Called for each verified message, and with the wait status of each rank that ended (None where it is not
+        known, since the fork server itself is gone).
     on_tick
         Called after each round; True if it wants to be called again soon.
     """
@@ -49,7 +45,7 @@ class IOThread(threading.Thread):
         listener: Listener,
         changed: threading.Condition,
         on_packet: Callable[[Packet], None],
-        on_exit: Callable[[int, int | None], None],
+        on_exit: Callable[[RankProcess, int | None], None],
         on_tick: Callable[[], bool],
     ) -> None:
         super().__init__(name="nbdist-io", daemon=True)
@@ -59,8 +55,6 @@ class IOThread(threading.Thread):
         self._waker = Waker()
         self._outbox: deque[tuple[bytes, Message, Sequence[bytes | memoryview]]] = deque()
         self._stop_requested = False
-        self._pidfds: dict[int, int] = {}  # descriptor to process id, once nobody sends exit notices any more
-        self.exits: socket.socket | None = None
         self.ranks: list[RankProcess] = []
 
     def send(self, to: bytes, message: Message, buffers: Sequence[bytes | memoryview] = ()) -> None:
@@ -87,11 +81,9 @@ class IOThread(threading.Thread):
         polled: set[int] = set()
         soon = False
         while not self._stop_requested:
-            ranks, exits = list(self.ranks), self.exits
+            ranks = list(self.ranks)
             wanted = {fd for r in ranks if not r.output.ended for fd in r.output.fds()}
-            wanted |= self._pidfds.keys()
-            if exits is not None:
-                wanted.add(exits.fileno())
+            wanted |= {r.exits for r in ranks if r.exits >= 0}
             for fd in polled - wanted:
                 poller.remove(fd)
             for fd in wanted - polled:
@@ -101,12 +93,10 @@ class IOThread(threading.Thread):
             self._waker.clear()
             self._send_all()
             with self._changed:
-                soon = self._round(ranks, exits, ready)
+                soon = self._round(ranks, ready)
                 self._changed.notify_all()
         self._listener.close()
         self._waker.close()
-        for fd in self._pidfds:
-            os.close(fd)
 
     def _send_all(self) -> None:
         while self._outbox:
@@ -115,7 +105,7 @@ class IOThread(threading.Thread):
             except WireError:
                 _log.exception("nbdist could not send a message")
 
-    def _round(self, ranks: Sequence[RankProcess], exits: socket.socket | None, ready: set[int]) -> bool:
+    def _round(self, ranks: Sequence[RankProcess], ready: set[int]) -> bool:
         try:
             for packet in self._listener.receive():
                 self._on_packet(packet)
@@ -123,36 +113,13 @@ class IOThread(threading.Thread):
             for rank in ranks:
                 rank.output.read()
                 held |= rank.output.held()
-            if exits is not None:
-                self._read_exits(exits)
-            for fd in ready & self._pidfds.keys():
-                os.close(fd)
-                self._on_exit(self._pidfds.pop(fd), None)
+            for rank in ranks:
+                if rank.exits in ready:
+                    ended, status = rank.read_exit()
+                    if ended:
+                        self._on_exit(rank, status)
             return self._on_tick() or held
         except Exception:
             # A fault of nbdist's own: the thread must go on reading, or every rank would block on a full pipe.
             _log.exception("nbdist's reader failed")
             return False
-
-    def _read_exits(self, exits: socket.socket) -> None:
-        while True:
-            try:
-                data = exits.recv(65536)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self.exits = None
-                self._watch_processes()
-                return
-            notice: dict[str, Any] = json.loads(data)
-            self._on_exit(notice["pid"], notice["status"])
-
-    def _watch_processes(self) -> None:
-        """The fork server is gone: from now on see for oneself when a rank ends, though not how."""
-        for rank in self.ranks:
-            try:
-                self._pidfds[os.pidfd_open(rank.pid)] = rank.pid
-            except ProcessLookupError:
-                self._on_exit(rank.pid, None)

@@ -212,14 +212,12 @@ class ForkServer:
         self._users = 0
         self._retired = False
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.exits, exits = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.exits.setblocking(False)
         code = (
             "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from nbdist.worker.forkserver import main;"
             " main(*map(int, sys.argv[2:]))"
         )
         argv = [sys.executable, "-P", "-c", code, json.dumps(self.path)]
-        argv += [str(control.fileno()), str(exits.fileno()), str(os.getpid())]
+        argv += [str(control.fileno()), str(os.getpid())]
         # One BLAS thread while importing: OpenBLAS starts its threads when numpy is imported, and a process that forks
         # must have one. Ranks get the user's own value back.
         env = dict(os.environ, OPENBLAS_NUM_THREADS="1")
@@ -227,7 +225,7 @@ class ForkServer:
             self.process = subprocess.Popen(
                 argv,
                 env=env,
-                pass_fds=(control.fileno(), exits.fileno()),
+                pass_fds=(control.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -235,11 +233,9 @@ class ForkServer:
             )
         except OSError as error:
             self._control.close()
-            self.exits.close()
             raise StartError(f"the fork server could not be started: {error.strerror}") from error
         finally:
             control.close()
-            exits.close()
 
     def outdated(self) -> str | None:
         """Why ranks cannot be forked from it any more, or None: dead, or what it imported under has changed."""
@@ -308,7 +304,7 @@ class ForkServer:
             }
         )
 
-    def fork(self, spec: Mapping[str, Any], stdout: int, stderr: int) -> int:
+    def fork(self, spec: Mapping[str, Any], stdout: int, stderr: int, exits: int) -> int:
         """Fork one rank; its process id.
 
         Parameters
@@ -317,13 +313,15 @@ class ForkServer:
             What `nbdist.worker.main.run_rank` takes.
         stdout, stderr
             Write ends of the pipes that become its descriptors 1 and 2.
+        exits
+            Write end of the pipe that takes its wait status as decimal digits.
         """
         payload = os.memfd_create("nbdist-spec", os.MFD_CLOEXEC)
         try:
             with open(payload, "wb", closefd=False) as file:
                 file.write(json.dumps(spec).encode("utf-8", "surrogateescape"))
             os.lseek(payload, 0, os.SEEK_SET)
-            reply = self._ask({"do": "fork"}, (payload, stdout, stderr))
+            reply = self._ask({"do": "fork"}, (payload, stdout, stderr, exits))
         finally:
             os.close(payload)
         if "error" in reply:
@@ -358,7 +356,6 @@ class ForkServer:
     def close(self) -> None:
         """End the fork server, and with it all its ranks."""
         self._control.close()
-        self.exits.close()
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:

@@ -76,7 +76,6 @@ class Members:
         server.hold()
         try:
             io = IOThread(Listener(self._folder, self._key), self.changed, self._arrived, self._exited, on_tick)
-            io.exits = server.exits
             io.start()
             self._io = io
             self._start(range(choice.n))
@@ -310,16 +309,15 @@ class Members:
             self._answers[process.rank, type(message)] = (message, packet.buffers)
         self._on_packet(process, packet)
 
-    def _exited(self, pid: int, status: int | None) -> None:
-        for process in self.ranks:
-            if process.pid == pid and process.alive:
-                process.state, process.exit_status, process.died_s = "dead", status, time.monotonic()
-                process.group = "none"
+    def _exited(self, process: RankProcess, status: int | None) -> None:
+        process.state, process.exit_status, process.died_s = "dead", status, time.monotonic()
+        process.group = "none"
 
 
 def _retire(process: RankProcess) -> None:
     process.output.close()
     process.log.close()
+    process.close_exits()
 
 
 def _why_not_started(new: Sequence[RankProcess]) -> str:

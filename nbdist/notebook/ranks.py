@@ -29,6 +29,8 @@ class RankProcess:
     ----------
     state
         ``starting``, ``idle``, ``busy`` or ``dead``.
+    exits
+        Descriptor that can be read once it has ended; -1 when that was seen.
     exit_status
         As waitpid gives it; None if unknown, e.g. when the fork server was gone by then.
     replaced
@@ -38,6 +40,7 @@ class RankProcess:
     rank: int
     pid: int
     log: RankLog
+    exits: int
     output: RankOutput = field(init=False)
     state: str = "starting"
     ready: m.Ready | None = None
@@ -50,6 +53,7 @@ class RankProcess:
     group: str = "none"
     steps: int = 0
     replaced: bool = False
+    _watched: bool = False  # `exits` is a pidfd
 
     @property
     def identity(self) -> bytes:
@@ -60,6 +64,24 @@ class RankProcess:
     def alive(self) -> bool:
         """Its process has not ended, as far as is known."""
         return self.state != "dead"
+
+    def read_exit(self) -> tuple[bool, int | None]:
+        """When `exits` can be read: whether the process has ended, and its status if the fork server lived to tell."""
+        told = b"" if self._watched else os.read(self.exits, 20)
+        self.close_exits()
+        if told or self._watched:
+            return True, int(told) if told else None
+        try:
+            self.exits, self._watched = os.pidfd_open(self.pid), True
+        except ProcessLookupError:
+            return True, None
+        return False, None
+
+    def close_exits(self) -> None:
+        """Ask no more how it ended."""
+        if self.exits >= 0:
+            os.close(self.exits)
+            self.exits = -1
 
 
 def start_rank(
@@ -78,14 +100,14 @@ def start_rank(
     """
     ends: list[int] = []
     try:
-        for _ in range(2):
+        for _ in range(3):
             ends += os.pipe2(os.O_CLOEXEC)
-        for read_end in ends[::2]:
+        for read_end in ends[:4:2]:
             try:
                 fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             except OSError:  # over the user's limit for pipes: the default size does too
                 break
-        pid = server.fork(spec, ends[1], ends[3])
+        pid = server.fork(spec, *ends[1::2])
     except OSError as error:
         for fd in ends:
             os.close(fd)
@@ -94,9 +116,9 @@ def start_rank(
         for fd in ends:
             os.close(fd)
         raise
-    os.close(ends[1])
-    os.close(ends[3])
-    process = RankProcess(rank=spec["rank"], pid=pid, log=RankLog(log_path))
+    for fd in ends[1::2]:
+        os.close(fd)
+    process = RankProcess(rank=spec["rank"], pid=pid, log=RankLog(log_path), exits=ends[4])
     process.output = RankOutput(
         ends[0],
         ends[2],

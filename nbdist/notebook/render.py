@@ -20,7 +20,7 @@ from nbdist.notebook.merge import Shown, Text
 
 __all__ = ["BackgroundPrinter", "Printer", "failure_report", "interrupt_report"]
 
-_publish: Callable[..., None] = _publish_untyped
+_publish_in_ipython: Callable[..., None] = _publish_untyped
 
 _LIVE_EVERY_S = 0.25
 _LIVE_AFTER_S = 0.4  # an unfinished line is shown by itself only if it stays unfinished for so long
@@ -34,6 +34,13 @@ def _has_displays() -> bool:
     """Whether there is a front end that shows displays and updates them in place."""
     shell = get_ipython()
     return shell is not None and hasattr(shell, "kernel")
+
+
+def _publish(data: dict[str, Any], metadata: dict[str, Any], **where: Any) -> None:
+    if get_ipython() is not None:
+        _publish_in_ipython(data, metadata, **where)
+    elif (text := data.get("text/plain")) and not where.get("update"):
+        sys.stdout.write(f"{text}\n")  # a plain Python process: IPython's function would make a shell in it
 
 
 def _only_text(data: dict[str, Any]) -> str | None:

@@ -81,7 +81,7 @@ class _Channel:
             raise WireError(f"{messages.kind_of(message)} cannot be written as JSON: {error}") from None
         if (size := sum(map(len, frames))) > MAX_JSON_BYTES:
             raise WireError(f"{messages.kind_of(message)} has {size:,} bytes, more than the {MAX_JSON_BYTES:,} allowed")
-        self._socket.send_multipart([*frames, *buffers], copy=sum(len(b) for b in buffers) < 65536)
+        self._socket.send_multipart([*frames, *buffers])  # copied: large values go another way, and zmq needs no thread
 
     def receive(self) -> list[Packet]:
         """All messages that have arrived, without waiting; what cannot be trusted or read is counted in `dropped`."""

@@ -16,6 +16,7 @@ __all__ = ["from_cell", "render"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _AROUND = 2  # lines of a cell shown before and after the one that failed
+_MAX_LINES, _MAX_LINE = 400, 10_000  # of a traceback; characters of a line
 _FIRST, _LAST = 3, 6  # frames of libraries shown of a longer row
 _GREEN, _CYAN, _RED, _END = "\x1b[32m", "\x1b[36m", "\x1b[31m", "\x1b[0m"
 
@@ -68,7 +69,10 @@ def render(error: BaseException, cells: Mapping[str, int]) -> list[str]:
         lines += [*_frames(from_cell(one.__traceback__, cells), cells), *_text(one)]
         if i:
             lines += ["", _BETWEEN[chain[i][1]], ""]
-    return lines
+    if len(lines) > _MAX_LINES:
+        half = _MAX_LINES // 2
+        lines[half:-half] = [f"... {len(lines) - 2 * half:,} lines of the traceback omitted ..."]
+    return [line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} ...{_END}" for line in lines]
 
 
 def _text(error: BaseException) -> list[str]:

@@ -1,9 +1,9 @@
 """The warm process that forks ranks: it imports torch once, constructs and computes nothing, and has one thread.
 
-The notebook speaks to it over two inherited ``SOCK_SEQPACKET`` pairs: `control` carries one request and one reply at a
-time, `exits` carries a notice for each rank that ended. It ends, and every process of its ranks with it, when the
-notebook closes its ends or the notebook's process ends (a pidfd), whichever is seen first: PR_SET_PDEATHSIG would fire
-when the *thread* that started it ends, and a child of the notebook may have inherited the sockets.
+The notebook speaks to it over an inherited ``SOCK_SEQPACKET`` pair that carries one request and one reply at a time;
+with each rank comes a pipe for its wait status. It ends, and every process of its ranks with it, when the notebook
+closes its end or the notebook's process ends (a pidfd), whichever is seen first: PR_SET_PDEATHSIG would fire when the
+*thread* that started it ends, and a child of the notebook may have inherited the socket.
 
 It is the reaper of orphans below it, so that a grandchild in a session of its own is found too.
 """
@@ -104,10 +104,9 @@ def _count_devices() -> dict[str, Any]:
 class ForkServer:
     """Serves fork requests until the notebook is gone."""
 
-    def __init__(self, control: int, exits: int, notebook_pid: int) -> None:
+    def __init__(self, control: int, notebook_pid: int) -> None:
         self.control = socket.socket(fileno=control)
-        self.exits = socket.socket(fileno=exits)
-        self.ranks: set[int] = set()
+        self.ranks: dict[int, int] = {}  # process id to the pipe that takes its wait status
         self.folders: set[str] = set()
         self.notebook = os.pidfd_open(notebook_pid)
         if os.getppid() != notebook_pid:  # it ended before its pidfd was open
@@ -174,16 +173,17 @@ class ForkServer:
         self.control.send(json.dumps(reply).encode())
 
     def fork(self, spec: dict[str, Any], fds: list[int]) -> int:
-        """Fork one rank with the write ends of its output pipes; its process id."""
+        """Fork one rank with the write ends of its output pipes and of that for its wait status; its process id."""
         if (threads := threading.active_count()) != 1:
             raise OSError(0, f"the fork server has {threads} threads")
         self.folders.add(spec["folder"])
         pid = os.fork()
         if pid:
-            self.ranks.add(pid)
+            self.ranks[pid] = os.dup(fds[2])
             return pid
         try:
             self._forget()
+            os.close(fds.pop())
             from nbdist.worker.main import run_rank
 
             run_rank(spec, *fds)
@@ -217,7 +217,7 @@ class ForkServer:
         """In a fork: leave nothing of the fork server open or set."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for fd in (self.control.detach(), self.exits.detach(), self.notebook, self._wake_r, self._wake_w):
+        for fd in (self.control.detach(), self.notebook, self._wake_r, self._wake_w, *self.ranks.values()):
             os.close(fd)
 
     def reap(self) -> None:
@@ -230,14 +230,15 @@ class ForkServer:
             if pid == 0:
                 return
             if pid in self.ranks:
-                self.ranks.discard(pid)
+                told = self.ranks.pop(pid)
                 _kill(process_tree((), [pid]))
                 if not self.ranks:  # what they left in sessions of its own has become a child of this process
                     self.end_all()
                 try:
-                    self.exits.send(json.dumps({"pid": pid, "status": status}).encode())
-                except OSError:
-                    self.leave()
+                    os.write(told, str(status).encode())
+                except BrokenPipeError:
+                    pass  # nobody asks any more
+                os.close(told)
 
     def end_all(self) -> None:
         """Kill every process below this one until there is none: what loses its parent becomes a child of this one."""
@@ -269,9 +270,9 @@ def _import(name: str) -> None:
         return
 
 
-def main(control: int, exits: int, notebook_pid: int) -> None:
+def main(control: int, notebook_pid: int) -> None:
     """Process entry: import, say so, serve."""
-    server = ForkServer(control, exits, notebook_pid)
+    server = ForkServer(control, notebook_pid)
     signal.signal(signal.SIGALRM, lambda *_: server.leave() if server.orphaned() else None)
     signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)  # importing torch takes seconds, in which nothing is polled
     try:

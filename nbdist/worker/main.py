@@ -273,7 +273,7 @@ class Rank:
         try:
             self._dialer.send(message, buffers)
         except WireError as error:  # a display may hold anything; this thread must go on
-            self._dialer.send(m.Notice(text=f"rank {self.rank}: {error}", run_id=self._run_id))
+            self._dialer.send(m.Notice(text=f"rank {self.rank}: {error}", run_id=getattr(message, "run_id", None)))
 
     def _io(self) -> None:
         notebook = os.pidfd_open(self.spec["notebook_pid"])

@@ -40,8 +40,7 @@ _NO_DEBUGGER = (
     " `%distributed pull` fetches variables"
 )
 
-_MAX_TEXT = 10_000  # characters of an error's text, and of each line of its traceback
-_MAX_LINES = 400
+_MAX_TEXT = 10_000  # characters of an error's text
 
 Publish = Callable[..., None]
 

@@ -23,7 +23,7 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol)
 
 
-def _dump(obj: object, file: IO[bytes], protocol: int | None = None) -> None:
+def _dump(obj: object, file: Any, protocol: int | None = None) -> None:
     _ByValue(file, protocol).dump(obj)
 
 
