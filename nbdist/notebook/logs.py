@@ -22,7 +22,10 @@ def new_log_folder() -> Path | None:
     """A folder for a new cluster's logs, after the oldest ones were removed; None where none can be made."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     base = Path(state, "nbdist", "output")
-    folder = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(2).hex()}"
+    now_ns = time.time_ns()  # in the name to the last digit: the names' order is their age
+    folder = (
+        base / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_ns // 10**9))}-{now_ns % 10**9:09d}-{os.getpid()}"
+    )
     try:
         folder.mkdir(parents=True, mode=0o700)
         for old in sorted(base.iterdir())[:-KEPT_FOLDERS]:

@@ -103,8 +103,14 @@ class Foreground:
             self._open_dashboard()
         now = time.monotonic()
         if self._dashboard is not None and now - self._pushed_s > _PUSH_S:
-            self._pushed_s = now
-            self._dashboard.push()
+            self._push(self._dashboard, now)
+
+    def _push(self, dashboard: Dashboard, now: float) -> None:
+        self._pushed_s = now
+        for process in self._cluster.members.ranks:
+            if process.rank in self._state.run.ranks and (lines := process.output.tail()):
+                dashboard.set_text(process.rank, "\n".join(lines))
+        dashboard.push()
 
     def background_tick(self) -> None:
         """The same for a background run, on the I/O thread, under the lock."""
@@ -125,8 +131,7 @@ class Foreground:
             if done:
                 self._dashboard.finish()
             elif self._state.run.history.version and time.monotonic() - self._pushed_s > _PUSH_S:
-                self._pushed_s = time.monotonic()
-                self._dashboard.push()
+                self._push(self._dashboard, time.monotonic())
 
     def close(self) -> None:
         """Turn what is live into what stays (main thread)."""
