@@ -166,13 +166,14 @@ class DistributedMagics(Magics):
         """Run the cell on every rank; `%%distributed -h` shows the options."""
         try:
             options = self._parse(self._cell_parser, line)
+            ranks = parse_ranks(options.ranks) if options.ranks is not None else None
             code = self._checked(cell)
             cluster = self._running(options)
             if options.setup:
                 self._remember(code)
             handle = cluster.run(
                 code,
-                ranks=parse_ranks(options.ranks) if options.ranks is not None else None,
+                ranks=ranks,
                 background=options.background,
                 timeout_s=options.timeout,
                 watch=_names(options.watch),

@@ -61,6 +61,7 @@ class Rank:
         self._stacks = open(self.folder / f"stack-{self.rank}", "w")  # noqa: SIM115 (open as long as the process)
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=False, chain=False)
         self._stood: tuple[int, int] | None = None
+        self._to_stop: str | None = None  # the run that was interrupted last
         signal.signal(signal.SIGINT, _ignore)
 
     # ---- both threads
@@ -158,6 +159,8 @@ class Rank:
                 self.shell.autoreload(request.autoreload)
             if signal.getsignal(signal.SIGINT) is _ignore:  # else it is a handler that an earlier cell has set
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self._to_stop == request.run_id:  # the interrupt came before the cell could hear it
+                raise KeyboardInterrupt
             outcome = self.shell.run(request.code, request.cell)
         except BaseException as error:  # an interrupt that came at the very end, or a group that could not be made
             outcome = Outcome(
@@ -305,6 +308,7 @@ class Rank:
             self.streams.stderr.flush_all()
             self._leaving = True
         elif isinstance(message, m.InterruptRequest):
+            self._to_stop = message.run_id
             if message.run_id == self._run_id:
                 self._stood = self._position()
                 self.steps.request_stop(message.run_id, message.at_step)
