@@ -69,6 +69,8 @@ class Members:
         self._on_packet, self._on_text, self._on_mark = on_packet, on_text, on_mark
         self._answers: dict[tuple[int, type[m.Message]], tuple[m.Message, list[memoryview]]] = {}
         self._generation = 0
+        self._steps: dict[int, int] = {}  # of each rank at the last renewal
+        self._even = True  # no rank has fallen behind since the start, or was replaced
         self._key = new_key()
         self._token = os.urandom(8).hex()
         self._folder = launch.runtime_folder()
@@ -146,6 +148,7 @@ class Members:
         with self.changed:
             self.changed.wait_for(lambda: not any(p.alive for p in self.ranks), GONE_TIMEOUT_S)
         self.ending = False
+        self._steps, self._even = {}, True
         self._generation += 1
         self._start(range(self.choice.n))
 
@@ -226,8 +229,10 @@ class Members:
             self.send(process.rank, m.RenewRequest(generation=self._generation))
         said = []
         if dead:
+            self._even = False
             self._start([p.rank for p in dead], replacing=True)
             for process in dead:
+                self._steps.pop(process.rank, None)
                 self.ranks[process.rank].replaced = True
                 how = how_it_ended(process.exit_status)
                 said.append(f"rank {process.rank} {how} and was started anew: its variables are gone")
@@ -243,14 +248,21 @@ class Members:
             self.ranks[rank].group = f"{self._generation}.0"
             attached.update(dict.fromkeys(reply.attached))
             lost.update(dict.fromkeys(reply.lost))
-        steps = {rank: reply.steps for rank, reply in replies.items()}
+        # Counted from the last renewal on, for a rank that was started anew begins at 0.
+        steps = {rank: reply.steps - self._steps.get(rank, 0) for rank, reply in replies.items()}
+        self._steps = {rank: reply.steps for rank, reply in replies.items()}
         apart = len(set(steps.values())) > 1
+        known, self._even = self._even, self._even and not apart
         if not (attached or lost or apart):
             return []
         text = "process group renewed"
         if attached:
             text += f", {', '.join(attached)} attached again"
-        return [text + _compare(steps), *lost]
+        if apart:
+            text += _compare(steps)
+        elif known and (count := max(self._steps.values())):
+            text += f"; all ranks stand after step {count}"
+        return [text, *lost]
 
     # ---- messages
 
@@ -334,15 +346,17 @@ def _why_not_started(new: Sequence[RankProcess]) -> str:
 
 
 def _compare(steps: Mapping[int, int]) -> str:
-    """Say whether all ranks stand at the same optimizer step."""
+    """Who stands how far from the others, and what to do."""
     by_count: dict[int, list[int]] = {}
     for rank, count in steps.items():
         by_count.setdefault(count, []).append(rank)
-    if len(by_count) > 1:
-        where = ", ".join(f"rank {name_ranks(ranks)} after step {count}" for count, ranks in sorted(by_count.items()))
-        return (
-            f"; the ranks do NOT stand at the same step ({where}): build the model and the optimizer again,"
-            " or load a checkpoint"
-        )
-    count = next(iter(by_count), 0)
-    return f"; all ranks stand after step {count}" if count else ""
+    furthest = max(by_count)
+    behind = ", ".join(
+        f"rank {name_ranks(ranks)} is {furthest - count} behind"
+        for count, ranks in sorted(by_count.items())
+        if count < furthest
+    )
+    return (
+        f"; the ranks do NOT stand at the same optimizer step ({behind}): build the model and the optimizer again,"
+        " or load a checkpoint"
+    )

@@ -110,7 +110,9 @@ class Rank:
         else:
             self.group.join(self.spec["generation"])
         self.steps = Steps(self.telemetry, notice=self.notice)
-        self.steps.halted = lambda steps: self.send(m.StepHalted(run_id=self._run_id or "", steps=steps))
+        self.steps.halted = lambda steps: self.send(
+            m.StepHalted(run_id=self._run_id or "", steps=steps, grace_s=self.steps.grace_s)
+        )
         self.steps.install()
         spawn.install()
         namespace = {
@@ -177,7 +179,9 @@ class Rank:
         hint = find_hint(outcome.error, self.shell.user_ns) if outcome.error is not None else None
         if is_out_of_memory(outcome.error):  # while the frames of the cell still hold what they held
             outcome.traceback += self.telemetry.memory.explain_failure()
-        communicated = self.group.communicated
+        # After an agreed stop every rank stands behind the same collectives: nothing is half sent.
+        agreed = outcome.status == "interrupted" and self.steps.agreed
+        communicated = self.group.communicated and not agreed
         if outcome.status != "ok" and communicated:
             # Peers may wait for a collective this rank will never join: they are freed without asking anybody.
             self.group.give_up(f"rank {self.rank} stopped: {outcome.ename}")
@@ -295,7 +299,7 @@ class Rank:
                 self._arrived(packet)
             telemetry = getattr(self, "telemetry", None)
             if telemetry is not None:  # first, so that a cell's metrics are there before its reply
-                wait_s = min(wait_s, telemetry.pump(final=bool(self._outbox)))
+                wait_s = min(wait_s, telemetry.pump())
             while self._outbox:
                 self._send_now(*self._outbox.popleft())
         self._dialer.drain(_FLUSH_S)

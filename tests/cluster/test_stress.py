@@ -97,7 +97,8 @@ class Faults:
         return False
 
     def mismatched_collective(self) -> bool:
-        self._run("dist.all_reduce(torch.ones(1 + (rank == 0)))")
+        # gloo aborts a rank, or waits for ever, as the messages happen to meet: a user would press Stop
+        self._run("dist.all_reduce(torch.ones(1 + (rank == 0)))", self.cluster.interrupt, 1.5)
         return True
 
     def flood(self) -> bool:
