@@ -23,11 +23,22 @@ _HOMES = {
     "ddp": "nbdist.train.parallel",
     "fsdp": "nbdist.train.parallel",
     "loader": "nbdist.train.data",
+    "accumulate": "nbdist.train.gradients",
+    "autocast": "nbdist.train.gradients",
+    "clip_gradients": "nbdist.train.gradients",
+    "grad_scaler": "nbdist.train.gradients",
+    "mean_over_ranks": "nbdist.train.gradients",
+    "replicas_equal": "nbdist.train.replicas",
     "save": "nbdist.train.checkpoint",
     "load": "nbdist.train.checkpoint",
     "account": "nbdist.train.memory",
     "estimate": "nbdist.train.memory",
     "recommend": "nbdist.train.memory",
+    "closed_form": "nbdist.train.memory",
+    "forecast": "nbdist.train.memory",
+    "profile": "nbdist.train.profile",
+    "span": "nbdist.train.profile",
+    "memory_snapshot": "nbdist.train.profile",
 }
 
 __all__ = ["__version__", "load_ipython_extension", "unload_ipython_extension", *_HOMES]

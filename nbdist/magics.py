@@ -103,7 +103,9 @@ def _cell_parser() -> _Parser:
         action="store_true",
         help="run it again after `%%distributed restart --replay`, e.g. imports, data, model",
     )
-    parser.add_argument("--no-dashboard", action="store_true", help="show no live metrics")
+    parser.add_argument(
+        "--no-dashboard", action="store_true", help="a line of text every few seconds instead of the live plot"
+    )
     parser.add_argument("--name", metavar="NAME", help="name of this run")
     parser.add_argument("handle", nargs="?", help="variable that takes the handle of a background run")
     return parser
@@ -400,7 +402,12 @@ class DistributedMagics(Magics):
 
 
 def _names(text: str | None) -> Sequence[str] | None:
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if text.strip()]
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise InputError(f"--watch takes names of variables such as loss,acc, not {text!r}")
+    return names
 
 
 def _fill_empty_cell(lines: list[str]) -> list[str]:

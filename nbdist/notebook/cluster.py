@@ -196,6 +196,7 @@ class Cluster:
             for rank in chosen:
                 process = self.members.ranks[rank]
                 process.state = "busy"
+                process.output.forget_tail()
                 for stream, text in process.late:
                     state.say(rank, stream, text)
                 process.late.clear()
@@ -262,9 +263,7 @@ class Cluster:
         """Show a run's dashboard once more, under the present cell; live if it still runs."""
         dashboard = Dashboard(run)
         dashboard.open()
-        if run.ended_s is not None:
-            dashboard.finish()
-        else:
+        if run.ended_s is None:
             self._again.append(dashboard)
 
     def where(self, *, full: bool = False) -> list[str]:

@@ -352,6 +352,10 @@ class RankOutput:
         """Whether a pipe stands at a mark."""
         return any(p.mark for p in self._pipes)
 
+    def forget_tail(self) -> None:
+        """What is written from now on belongs to another cell."""
+        self._tail.clear()
+
     def tail(self, lines: int = 12) -> list[str]:
         """The last lines that were written."""
         return [line[:_TAIL_CHARS] for line in "".join(self._tail).splitlines()[-lines:]]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from nbdist.errors import CellError
 from nbdist.notebook.cell import CellRun
 from nbdist.notebook.history import Run
+from nbdist.notebook.merge import Text
 from nbdist.notebook.render import BackgroundPrinter, Printer, failure_report, interrupt_report
 
 if TYPE_CHECKING:
@@ -60,8 +61,15 @@ class Foreground:
     def _open_dashboard(self) -> None:
         from nbdist.notebook.dashboard import Dashboard
 
-        self._dashboard = Dashboard(self._state.run)
+        run, stop = self._state.run, self._cluster.interrupt if self._state.background else None
+        if self._want_dashboard:
+            self._dashboard = Dashboard(run, on_stop=stop)
+        else:
+            self._dashboard = Dashboard(run, mode="lines", write=self._write)
         self._dashboard.open()
+
+    def _write(self, text: str) -> None:
+        self._printer.show([Text("stdout", text if text.endswith("\n") else f"{text}\n")])
 
     def wait(self) -> None:
         """Show what comes until the cell has ended on every rank; an interrupt is passed on to the ranks."""
@@ -95,7 +103,7 @@ class Foreground:
         return time.monotonic() - self._drained_s > _DRAIN_S and self._printer.may_print()
 
     def _watch_metrics(self) -> None:
-        if not self._want_dashboard or not self._state.run.history.version:
+        if not self._state.run.history.version:
             return
         if self._dashboard is None:
             if not self._state.run.history.names():

@@ -36,22 +36,34 @@ IMPORTS = (
     "IPython.core.interactiveshell",
     "jupyter_client.session",
     "nbdist.worker.main",
+    "nbdist.worker.group",
+    "nbdist.worker.steps",
+    "nbdist.worker.telemetry",
+    "nbdist.worker.step_parts",
+    "nbdist.worker.memory_use",
+    "nbdist.worker.metric_values",
+    "nbdist.worker.shell",
+    "nbdist.worker.hints",
+    "nbdist.worker.spawn",
 )
 # What a first DDP or FSDP construction would load lazily, each rank for itself: about 800 modules.
 LATER_IMPORTS = (
-    "torch.nn.parallel",
     "torch.optim",
+    "torch._dynamo",
+    "nbdist.worker.attach",
+    "torch.nn.parallel",
     "torch.utils.data",
     "torch.utils.checkpoint",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
     "nbdist.train.parallel",
     "nbdist.train.data",
-    "matplotlib_inline.backend_inline",
+    "nbdist.train.memory",
+    "pynvml",
+    "matplotlib.backends.backend_agg",
 )
 _PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_MS = 2000

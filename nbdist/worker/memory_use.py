@@ -48,7 +48,9 @@ class MemoryUse:
         self._no_reader: str | None = None
 
     def begin(self) -> None:
-        """A run begins: count its model's tensors at its first step."""
+        """A run begins: count its model's tensors at its first step, and those of no earlier run."""
+        self._modules.clear()
+        self._optimizers.clear()
         self._states_at_s = 0.0
         self._device_at_s = 0.0
 

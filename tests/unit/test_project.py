@@ -18,8 +18,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 PUBLIC = """
-    Cluster __version__ account cluster compare ddp estimate fsdp load load_ipython_extension loader log recommend save start track
-    unload_ipython_extension
+    Cluster __version__ account accumulate autocast clip_gradients closed_form cluster compare ddp estimate
+    forecast fsdp grad_scaler load load_ipython_extension loader log mean_over_ranks memory_snapshot profile
+    recommend replicas_equal save span start track unload_ipython_extension
 """.split()
 
 
