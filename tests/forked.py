@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch._dynamo  # what the first optimizer and DDP load lazily: once here instead of in every child
 
+from nbdist.worker import step_parts
 from nbdist.worker.group import Group
 from nbdist.worker.steps import Steps
 
@@ -125,6 +126,7 @@ def _child(
     me = Rank(rank, world_size, group, steps, telemetry, link, notices)
     group.patch()
     steps.install()
+    step_parts._install()  # what times the parts of a step stands in the stack
     if join:
         group.join(0)
     threading.Thread(target=me.listen, daemon=True).start()

@@ -141,6 +141,8 @@ class Voice:
         speaker = self._speakers[rank]
         now = self._now()
         self._queue(speaker, speaker.screen.end(), now)
+        if self._flooded_s is not None and speaker.tail and speaker.tail[-1] != "\n":
+            self._omit(speaker, "\n", now)
         if speaker.replace:
             speaker.replace = False
             shown = Shown(shown.data, shown.metadata, shown.display_id, shown.update, shown.result, replace=True)

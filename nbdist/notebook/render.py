@@ -67,6 +67,7 @@ class Printer:
         self._live_s = 0.0
         self._rows_since_s = time.monotonic()
         self._stream = "stdout"
+        self._unflushed = False
         self._last_display: dict[tuple[int, ...], str] = {}
         self._count = 0
         self._sent: deque[float] = deque()
@@ -93,11 +94,14 @@ class Printer:
             self.flush()  # ipykernel keeps a buffer for each stream: order is kept by emptying the other first
             self._stream = stream
         getattr(sys, stream).write(text)
+        self._unflushed = True
         self._sent.append(time.monotonic())
 
     def flush(self) -> None:
-        """Let the text go to the front end."""
-        getattr(sys, self._stream).flush()
+        """Let the text go to the front end; nothing to do (and no wait for ipykernel's thread) if there is none."""
+        if self._unflushed:
+            self._unflushed = False
+            getattr(sys, self._stream).flush()
 
     def _display(self, shown: Shown) -> None:
         plain = _only_text(shown.data)

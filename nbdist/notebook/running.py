@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
@@ -146,7 +145,8 @@ class Foreground:
         self._watch_metrics()
         if self._dashboard is not None:
             self._dashboard.finish()
-        sys.stdout.flush()
+        if isinstance(self._printer, Printer):
+            self._printer.flush()
 
     # ---- the end
 

@@ -153,12 +153,13 @@ def read(frame: FrameType, name: str) -> Any:
 
 def method_called(frame: FrameType) -> str | None:
     """The name of the method a frame is calling; None if it calls none."""
-    name = None
+    name = called = None
     for instruction in dis.get_instructions(frame.f_code):
-        if instruction.offset >= frame.f_lasti:
-            return name if instruction.opname.startswith("CALL") else None
+        if instruction.offset > frame.f_lasti:  # in a call of Python code it stands in the caches behind the CALL
+            break
+        called = None
         if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR"):
             name = instruction.argval
         elif instruction.opname.startswith("CALL"):
-            name = None
-    return None
+            name, called = None, name
+    return called

@@ -362,6 +362,8 @@ def _install() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
     from torch.utils.data import dataloader
 
+    from nbdist.worker import internals
+
     is_compiling = torch.compiler.is_dynamo_compiling  # traced: nothing to measure, and nothing to guard on
     next_batch = dataloader._BaseDataLoaderIter.__next__
     iterate = dataloader.DataLoader.__iter__
@@ -404,6 +406,7 @@ def _install() -> None:
                 return wait(*args, **kwargs)
             return parts.wait(wait, args, kwargs)
 
+        internals.never_trace(waits)  # what it calls is C++, which Dynamo would warn about
         return waits
 
     def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 from nbdist.worker.frames import is_library, method_called
@@ -15,6 +16,7 @@ __all__ = ["Waiting"]
 
 _SURE_AFTER_S = 0.2  # a backward pass that has slept this long waits for another rank
 _WAITS = ("wait", "synchronize")  # methods in C++: of a Work, a CUDA event or stream
+_NBDIST = str(Path(__file__).parents[1]).replace("\\", "/") + "/"
 # Python functions of c10d that a cell calls by their own names.
 _C10D = "torch/distributed/distributed_c10d.py"
 
@@ -67,6 +69,9 @@ def _operation(frame: FrameType) -> tuple[str, bool] | None:
     innermost = True
     while current is not None:
         path = current.f_code.co_filename.replace("\\", "/")
+        if path.startswith(_NBDIST):  # what times a call stands between it and its caller
+            current = current.f_back
+            continue
         if not is_library(path):
             if innermost:
                 return ("wait", True) if method_called(current) in _WAITS else None

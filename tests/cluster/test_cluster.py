@@ -43,7 +43,7 @@ def kept() -> Iterator[Cluster]:
 def cluster(kept: Cluster) -> Iterator[Cluster]:
     """Two ranks that all tests share; each must leave them usable."""
     yield kept
-    kept.run("pass")
+    kept.run("pass", background=True, dashboard=False).result(BREAK_S)  # behind a cell that a test has left: fails
     assert [p.state for p in kept.members.ranks] == ["idle", "idle"]
 
 
@@ -462,8 +462,10 @@ import time
 from torch.nn.parallel import DistributedDataParallel as DDP
 model = DDP(torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-steps = 0
-while not os.path.exists(gate):
+steps, done = 0, torch.zeros(1)
+while not done:  # all ranks see it in the same step
+    done += os.path.exists(gate)
+    dist.all_reduce(done)
     optimizer.zero_grad(); model(torch.randn(4, 8)).sum().backward(); optimizer.step()
     steps += 1
 """

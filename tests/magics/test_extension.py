@@ -15,6 +15,7 @@ from traces import session_processes
 
 import nbdist
 from nbdist.errors import NotRunningError
+from nbdist.notebook import cluster as clusters
 
 
 def state(console: Console) -> dict[str, Any]:
@@ -37,6 +38,7 @@ def state(console: Console) -> dict[str, Any]:
 
 
 def test_loading_twice_unloading_and_loading_again(bare):
+    clusters.cool()  # what another test has left warm
     before, processes = state(bare), set(session_processes())
     assert bare.run("%load_ext nbdist").lines == []
     once = state(bare)

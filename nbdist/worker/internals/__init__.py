@@ -10,6 +10,7 @@ Written against torch 2.9 to 2.13. What is used, and why there is no public way:
 ``_dump_nccl_trace_json``                 tells which collective NCCL is in
 ``FSDPModule._get_fsdp_state()``          the groups FSDP2 has put aside in each module's mesh info
 ``DistributedDataParallel.__dict__``      what ``__init__`` resets when it is run again
+``_dynamo.eval_frame`` (C++)              marks a function as not to be compiled, without importing all of Dynamo
 ========================================  =====================================================================
 """
 
@@ -27,7 +28,7 @@ from nbdist.worker.internals.groups import (
     reserve_names,
     tear_down,
 )
-from nbdist.worker.internals.modules import attach_ddp, attach_fsdp, mesh_groups, refresh_mesh, replace_groups
+from nbdist.worker.internals.modules import attach_ddp, attach_fsdp, mesh_groups, never_trace, refresh_mesh, replace_groups
 
 __all__ = [
     "GroupRecord",
@@ -40,6 +41,7 @@ __all__ = [
     "make_subgroup",
     "mesh_groups",
     "nccl_operation",
+    "never_trace",
     "on_group_made",
     "records",
     "refresh_mesh",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["attach_ddp", "attach_fsdp", "mesh_groups", "refresh_mesh", "replace_groups"]
+__all__ = ["attach_ddp", "attach_fsdp", "mesh_groups", "never_trace", "refresh_mesh", "replace_groups"]
 
 _DDP_KEPT = (
     "training",
@@ -241,3 +242,14 @@ def refresh_mesh(mesh: DeviceMesh, groups: Mapping[str, Any]) -> bool:
     if registry is not None:
         registry.update({name: groups[name] for name in registry if name in groups})
     return all(name in groups for name in mesh_groups(mesh))
+
+
+def never_trace(function: Any) -> None:
+    """Let a compiled model run a function as it is, as ``torch.compiler.disable`` would after a long import."""
+    function._torchdynamo_disable = True  # for code that calls it
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch._C._dynamo import eval_frame
+
+        skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        strategy = eval_frame._FrameExecStrategy(skip, default)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)  # for the function itself
