@@ -28,7 +28,14 @@ from nbdist.worker.internals.groups import (
     reserve_names,
     tear_down,
 )
-from nbdist.worker.internals.modules import attach_ddp, attach_fsdp, mesh_groups, never_trace, refresh_mesh, replace_groups
+from nbdist.worker.internals.modules import (
+    attach_ddp,
+    attach_fsdp,
+    mesh_groups,
+    never_trace,
+    refresh_mesh,
+    replace_groups,
+)
 
 __all__ = [
     "GroupRecord",
