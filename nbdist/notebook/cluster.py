@@ -81,6 +81,7 @@ class Cluster:
             on_mark=self._mark,
         )
         self.changed = self.members.changed
+        self.shown = threading.Condition(self.members.lock)  # the same lock: the running cell has something to show
         atexit.register(self.stop)
 
     # ---- start and stop
@@ -202,8 +203,7 @@ class Cluster:
                 process.late.clear()
         for notice in self._take_notices():
             state.note(notice)
-        for rank in chosen:
-            self.members.send(rank, request)
+        self.members.send(chosen, request)
         if not background:
             front.wait()
             self._finish(state, front)
@@ -270,8 +270,7 @@ class Cluster:
         """What every rank is doing, one line for ranks that do the same."""
         self._must_live()
         alive = [p.rank for p in self.members.ranks if p.alive]
-        for rank in alive:
-            self.members.send(rank, m.WhereRequest(full=full))
+        self.members.send(alive, m.WhereRequest(full=full))
         where = {r: reply for r, (reply, _) in self.members.collect(alive, m.WhereReply, 1.0, strict=False).items()}
         cell = self._cell
         if cell is None or cell.done:
@@ -435,6 +434,8 @@ class Cluster:
                 dashboard.push()
         if cell.done:
             self._again = []
+        if cell.done or cell.events:
+            self.shown.notify_all()
         return soon
 
 

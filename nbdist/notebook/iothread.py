@@ -53,12 +53,12 @@ class IOThread(threading.Thread):
         self._changed = changed
         self._on_packet, self._on_exit, self._on_tick = on_packet, on_exit, on_tick
         self._waker = Waker()
-        self._outbox: deque[tuple[bytes, Message, Sequence[bytes | memoryview]]] = deque()
+        self._outbox: deque[tuple[Sequence[bytes], Message, Sequence[bytes | memoryview]]] = deque()
         self._stop_requested = False
         self.ranks: list[RankProcess] = []
 
-    def send(self, to: bytes, message: Message, buffers: Sequence[bytes | memoryview] = ()) -> None:
-        """Queue a message (any thread)."""
+    def send(self, to: Sequence[bytes], message: Message, buffers: Sequence[bytes | memoryview] = ()) -> None:
+        """Queue a message for the ranks of these identities (any thread)."""
         self._outbox.append((to, message, buffers))
         self._waker.wake()
 
@@ -111,7 +111,7 @@ class IOThread(threading.Thread):
                 self._on_packet(packet)
             held = False
             for rank in ranks:
-                rank.output.read()
+                rank.output.read(ready)
                 held |= rank.output.held()
             for rank in ranks:
                 if rank.exits in ready:

@@ -60,7 +60,8 @@ class Members:
         on_mark: Callable[[RankProcess, str, int], bool],
     ) -> None:
         self.choice = choice
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.ranks: list[RankProcess] = []
         self.logs = new_log_folder()
         self.ending = False
@@ -155,9 +156,7 @@ class Members:
     def leave(self, at_once: bool) -> None:
         """Ask all ranks to leave, and wait a moment for those that are idle."""
         self.ending = True
-        for process in self.ranks:
-            if process.alive:
-                self.send(process.rank, m.ShutdownRequest())
+        self.send([p.rank for p in self.ranks if p.alive], m.ShutdownRequest())
         with self.changed:
             self.changed.wait_for(lambda: not any(p.alive for p in self.ranks), 0.0 if at_once else STOP_TIMEOUT_S)
 
@@ -225,8 +224,7 @@ class Members:
         if dead and (outdated := self.outdated()):
             raise StartError(f"the fork server cannot replace ranks ({outdated}): use %distributed restart")
         self._generation += 1
-        for process in alive:
-            self.send(process.rank, m.RenewRequest(generation=self._generation))
+        self.send([p.rank for p in alive], m.RenewRequest(generation=self._generation))
         said = []
         if dead:
             self._even = False
@@ -266,10 +264,11 @@ class Members:
 
     # ---- messages
 
-    def send(self, rank: int, message: m.Message, buffers: Sequence[bytes | memoryview] = ()) -> None:
-        """Queue a message for a rank (any thread)."""
+    def send(self, to: int | Sequence[int], message: m.Message, buffers: Sequence[bytes | memoryview] = ()) -> None:
+        """Queue a message for a rank, or for several (any thread)."""
         if self._io is not None:
-            self._io.send(self.ranks[rank].identity, message, buffers)
+            ranks = [to] if isinstance(to, int) else to
+            self._io.send([self.ranks[rank].identity for rank in ranks], message, buffers)
 
     def wake(self) -> None:
         """Let the I/O thread look at once (any thread)."""

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import IO, NamedTuple
 
@@ -273,11 +273,17 @@ class RankOutput:
         """Both pipes are at their end."""
         return not any(p.open for p in self._pipes)
 
-    def read(self) -> int:
-        """Read what has arrived on pipes that are not held; how many bytes."""
+    def read(self, ready: Container[int] | None = None) -> int:
+        """Read what has arrived on pipes that are not held; how many bytes.
+
+        Parameters
+        ----------
+        ready
+            The descriptors that can be read, where that is known.
+        """
         total = 0
         for pipe in self._pipes:
-            if not pipe.open or pipe.mark:
+            if not pipe.open or pipe.mark or (ready is not None and pipe.fd not in ready):
                 continue
             try:
                 data = os.read(pipe.fd, READ_BYTES)

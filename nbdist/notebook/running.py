@@ -80,10 +80,10 @@ class Foreground:
                 self._cluster.interrupt()
 
     def _turn(self) -> bool:
-        changed, state = self._cluster.changed, self._state
-        with changed:
+        shown, state = self._cluster.shown, self._state
+        with shown:
             if not state.done and not (state.events and self._due()):
-                changed.wait(_DRAIN_S if state.events or self._dashboard else 0.2)
+                shown.wait(_DRAIN_S if state.events or self._dashboard or state.voice.waiting else 0.2)
             done = state.done
             events = []
             if done or self._due():

@@ -35,8 +35,7 @@ def push(members: Members, variables: Mapping[str, object], ranks: Sequence[int]
     inline: list[bytes | memoryview] = [data] if large else [data, *buffers]
     request = m.PushRequest(names=list(variables), memfd=memfd, sizes=sizes if large else None, alone=len(ranks) == 1)
     try:
-        for rank in ranks:
-            members.send(rank, request, inline)
+        members.send(ranks, request, inline)
         for rank, (reply, _) in members.collect(ranks, m.PushReply, None).items():
             if reply.status != "ok":
                 raise InputError(f"rank {rank} could not take {names}: {reply.evalue}")
@@ -57,8 +56,7 @@ def pull(members: Members, name: str, ranks: Sequence[int]) -> dict[int, Any]:
         compile(name, "<pull>", "eval")
     except SyntaxError:
         raise InputError(f"{name!r} is no variable or expression") from None
-    for rank in ranks:
-        members.send(rank, m.PullRequest(name=name))
+    members.send(ranks, m.PullRequest(name=name))
     found: dict[int, Any] = {}
     problems = []
     for rank, (reply, buffers) in members.collect(ranks, m.PullReply, None).items():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,16 +73,21 @@ class _Channel:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
 
-    def _send(self, message: Message, buffers: Sequence[Buffer], ident: bytes | None) -> None:
+    def _send(self, message: Message, buffers: Sequence[Buffer], to: Sequence[bytes] = ()) -> None:
         content = {name: getattr(message, name) for name in type(message).__dataclass_fields__ if name != "kind"}
-        header = self._session.msg(messages.kind_of(message), content)
+        whole = self._session.msg(messages.kind_of(message), content)
+        whole["header"]["date"] = time.time()  # the text of a date would cost its reader more than all the rest
         try:
-            frames: list[bytes | memoryview] = list(self._session.serialize(header, ident=ident))
+            frames: list[bytes | memoryview] = list(self._session.serialize(whole))
         except (TypeError, ValueError, RecursionError) as error:
             raise WireError(f"{messages.kind_of(message)} cannot be written as JSON: {error}") from None
         if (size := sum(map(len, frames))) > MAX_JSON_BYTES:
             raise WireError(f"{messages.kind_of(message)} has {size:,} bytes, more than the {MAX_JSON_BYTES:,} allowed")
-        self._socket.send_multipart([*frames, *buffers])  # copied: large values go another way, and zmq needs no thread
+        frames += buffers  # copied by zmq, which needs no thread for that: large values go another way
+        if not to:
+            self._socket.send_multipart(frames)
+        for ident in to:
+            self._socket.send_multipart([ident, *frames])
 
     def receive(self) -> list[Packet]:
         """All messages that have arrived, without waiting; what cannot be trusted or read is counted in `dropped`."""
@@ -130,9 +136,10 @@ class Listener(_Channel):
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.bind(f"ipc://{path}")
 
-    def send(self, to: bytes, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """Send to the rank that dialled under this identity; silently nothing if it is gone."""
-        self._send(message, buffers, to)
+    def send(self, to: Sequence[bytes], message: Message, buffers: Sequence[Buffer] = ()) -> None:
+        """Send to the ranks that dialled under these identities; silently nothing to one that is gone."""
+        if to:
+            self._send(message, buffers, to)
 
 
 class Dialer(_Channel):
@@ -145,7 +152,7 @@ class Dialer(_Channel):
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Send to the notebook."""
-        self._send(message, buffers, None)
+        self._send(message, buffers)
 
     def drain(self, timeout_s: float) -> None:
         """Close after what was sent has left, waiting at most `timeout_s`."""

@@ -140,7 +140,7 @@ def test_every_message_comes_back_as_it_was(kind, shared_wire):
     def there_and_back(message: Message, parts: list[bytes]) -> None:
         wire, dropped = shared_wire, (shared_wire.rank.dropped, shared_wire.notebook.dropped)
         if kind.kind in TO_RANK:
-            wire.notebook.send(b"0:1", message, parts)
+            wire.notebook.send([b"0:1"], message, parts)
             (packet,) = wire.arrived(wire.rank, dropped=dropped[0])
             assert packet.sender == b""
         else:
@@ -294,13 +294,13 @@ def test_ranks_drop_what_only_ranks_say(wire):
     with_key = frames(wire.key, "notice", {"text": "not for ranks"})
     wire.notebook._socket.send_multipart([b"0:1", *with_key])
     wire.notebook._socket.send_multipart([b"0:1", *frames(b"guess", "shutdown_request", {})])
-    wire.notebook.send(b"0:1", messages.WhereRequest())
+    wire.notebook.send([b"0:1"], messages.WhereRequest())
     (packet,) = wire.arrived(wire.rank, 1, dropped=2)
     assert packet.message == messages.WhereRequest()
 
 
 def test_a_rank_that_is_gone_costs_nothing(wire):
-    wire.notebook.send(b"7:1", messages.WhereRequest())
+    wire.notebook.send([b"7:1"], messages.WhereRequest())
     nothing_came_but_a_later_message(wire, dropped=0)
 
 
