@@ -20,6 +20,8 @@ from nbdist.notebook.running import RunHandle
 
 __all__ = ["DistributedMagics", "load", "parse_ranks", "unload"]
 
+PROFILE_STEPS = 3
+
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line and which never ends the process."""
@@ -43,6 +45,12 @@ def _number(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"takes a number of ranks of at least 1, not {text}")
     return value
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"takes a number of optimizer steps of at least 1, not {text!r}")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
@@ -107,6 +115,15 @@ def _cell_parser() -> _Parser:
         "--no-dashboard", action="store_true", help="a line of text every few seconds instead of the live plot"
     )
     parser.add_argument("--name", metavar="NAME", help="name of this run")
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        const=PROFILE_STEPS,
+        type=_steps,
+        metavar="STEPS",
+        help=f"record optimizer steps (default: {PROFILE_STEPS}) with torch.profiler: a table, and a file for Perfetto",
+    )
+    parser.add_argument("--profile-ranks", metavar="RANKS", help="ranks that record (default: the first), e.g. 0,2-3")
     parser.add_argument("handle", nargs="?", help="variable that takes the handle of a background run")
     return parser
 
@@ -183,6 +200,8 @@ class DistributedMagics(Magics):
                 cell=self._cell_number(),
                 name=options.name,
                 autoreload=self._autoreload(),
+                profile_steps=options.profile,
+                profile_ranks=parse_ranks(options.profile_ranks) if options.profile_ranks is not None else None,
             )
         except _Helped:
             return None

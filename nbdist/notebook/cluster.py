@@ -127,6 +127,8 @@ class Cluster:
         cell: int | None = None,
         name: str | None = None,
         autoreload: str | None = None,
+        profile_steps: int | None = None,
+        profile_ranks: Iterable[int] | None = None,
     ) -> RunHandle:
         """Run code on the workers and show what they say; return when all have finished it.
 
@@ -148,6 +150,12 @@ class Cluster:
             Number shown in tracebacks, ``Cell In[k]``.
         name
             Of the run, in the dashboard and in `runs`.
+        autoreload
+            Mode of the notebook's own ``%autoreload``.
+        profile_steps
+            Record so many optimizer steps with ``torch.profiler`` and show a table; the trace is written to a file.
+        profile_ranks
+            On which ranks; on the first by default.
 
         Returns
         -------
@@ -188,6 +196,8 @@ class Cluster:
             ranks=chosen,
             watch=list(watch) if watch is not None else None,
             autoreload=autoreload,
+            profile_steps=profile_steps,
+            profile_ranks=self._chosen(profile_ranks) if profile_ranks is not None else chosen[:1],
         )
         with self.changed:
             self._cell, self._front = state, front

@@ -44,6 +44,8 @@ class Profile:
         Time in which collectives ran, and the part of it in which nothing was computed meanwhile.
     rows
         Operation, its own time in ms on the device (on the CPU without one), number of calls; the longest first.
+    problem
+        Why there is nothing, or no trace file.
     """
 
     rank: int
@@ -53,12 +55,13 @@ class Profile:
     communication_s: float = 0.0
     exposed_s: float = 0.0
     rows: list[tuple[str, str, str]] = field(default_factory=list)
+    problem: str = ""
 
     @property
     def sentence(self) -> str:
         """How much communication was not hidden behind computation."""
         if not self.steps:
-            return f"rank {self.rank}: nothing recorded"
+            return f"rank {self.rank}: nothing recorded" + (f": {self.problem}" if self.problem else "")
         if not self.communication_s:
             return f"rank {self.rank}: {self.steps} steps in {self.seconds:.3g} s, no collective among them"
         share, of_step = self.exposed_s / self.communication_s, self.exposed_s / self.seconds
@@ -71,14 +74,17 @@ class Profile:
     def __str__(self) -> str:
         if not self.rows:
             return self.sentence
-        where = [f"trace for ui.perfetto.dev: {self.trace}"] if self.trace else []
-        return "\n".join([self.sentence, text_table(("operation", "ms", "calls"), self.rows), *where])
+        return "\n".join([self.sentence, text_table(("operation", "ms", "calls"), self.rows), *self._where()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        where = [f"trace for ui.perfetto.dev: {self.trace}"] if self.trace else []
-        return html_table(self.sentence, ("operation", "ms", "calls"), self.rows, where)
+        return html_table(self.sentence, ("operation", "ms", "calls"), self.rows, self._where())
+
+    def _where(self) -> list[str]:
+        if self.trace:
+            return [f"trace for ui.perfetto.dev: {self.trace}"]
+        return [self.problem] if self.problem else []
 
 
 @contextmanager
@@ -128,9 +134,13 @@ def profile(
     def ready(recording: Any) -> None:
         _fill(found, recording.events(), recording.key_averages())
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            recording.export_chrome_trace(str(path))
-            found.trace = path
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                recording.export_chrome_trace(str(path))
+            except OSError as error:  # in the middle of the user's loop, which must not end for it
+                found.problem = f"no trace file: {error}"
+            else:
+                found.trace = path
 
     plan = schedule(wait=wait, warmup=_WARMUP, active=steps, repeat=1)
     count = 0
@@ -147,6 +157,8 @@ def profile(
         finally:
             hook.remove()
     found.steps = min(max(count - wait - _WARMUP, 0), steps)
+    if not found.steps:
+        found.problem = f"{count} optimizer steps were done, the first {wait + _WARMUP} are never recorded"
 
 
 def _fill(found: Profile, events: Iterable[Any], averages: Iterable[Any]) -> None:

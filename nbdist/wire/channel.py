@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -164,12 +165,14 @@ class Waker:
     """Lets another thread wake the one that polls (an eventfd)."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # a number that was closed meanwhile may be somebody else's
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def wake(self) -> None:
         """Make the fd readable; safe from any thread and from signal handlers."""
-        if self.fd >= 0:
-            os.eventfd_write(self.fd, 1)
+        with self._lock:
+            if self.fd >= 0:
+                os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
         """Make the fd unreadable again."""
@@ -180,8 +183,9 @@ class Waker:
 
     def close(self) -> None:
         """Free the fd."""
-        fd, self.fd = self.fd, -1
-        os.close(fd)
+        with self._lock:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
 
 
 class Poller:

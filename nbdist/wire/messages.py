@@ -40,6 +40,8 @@ class ExecuteRequest(Message):
     autoreload: str | None = None  # mode of the notebook's own %autoreload
     watch: list[str] | None = None  # names of the caller's variables to record at each step; None: loss
     interval_s: float = 0.1  # at most how often telemetry is sent
+    profile_steps: int | None = None  # optimizer steps to record with torch.profiler
+    profile_ranks: list[int] | None = None  # who records them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,15 @@ import types
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import WireError
 from nbdist.wire import messages as m
 from nbdist.wire import values
 from nbdist.wire.channel import Dialer, Packet, Poller, Waker
+
+if TYPE_CHECKING:
+    from nbdist.worker.shell import Outcome
 
 __all__ = ["Rank", "run_rank"]
 
@@ -163,7 +166,7 @@ class Rank:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             if self._to_stop == request.run_id:  # the interrupt came before the cell could hear it
                 raise KeyboardInterrupt
-            outcome = self.shell.run(request.code, request.cell)
+            outcome = self._run(request)
         except BaseException as error:  # an interrupt that came at the very end, or a group that could not be made
             outcome = Outcome(
                 status="interrupted" if isinstance(error, KeyboardInterrupt) else "error",
@@ -208,6 +211,16 @@ class Rank:
         self._last_run_id, self._run_id = self._run_id, None
         self._idle_since_s = time.time()
         self.send(reply)
+
+    def _run(self, request: m.ExecuteRequest) -> Outcome:
+        if request.profile_steps is None or self.rank not in (request.profile_ranks or [0]):
+            return self.shell.run(request.code, request.cell)
+        from nbdist.train.profile import profile
+
+        with profile(request.profile_steps, ranks=[self.rank]) as found:
+            outcome = self.shell.run(request.code, request.cell)
+        self._publish({"text/plain": str(found), "text/html": found._repr_html_()}, {}, None, False, False)
+        return outcome
 
     def _publish(
         self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool, result: bool

@@ -47,6 +47,35 @@ def test_a_cell_is_shown_with_labels_and_values(console):
     assert console.cell("").lines == []
 
 
+TRAINING = """
+from torch.nn.parallel import DistributedDataParallel as DDP
+model = DDP(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range({steps}):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+del model, optimizer
+"""
+
+
+def test_profile_shows_a_table_and_writes_a_trace(console, tmp_path):
+    console.cell(f"import os; os.chdir({str(tmp_path)!r})")
+    shown = console.cell(TRAINING.format(steps=6), "--profile 2 --profile-ranks 1")
+    assert shown.ok, shown.text
+    (table,) = [d["text/html"] for d in shown.displays if "not hidden behind computation" in d.get("text/html", "")]
+    assert "rank 1: 2 steps in" in table and "aten::" in table
+    assert [p.name for p in (tmp_path / "profile").iterdir()] == ["rank1.json.gz"]
+
+
+def test_profile_of_too_few_steps_says_so(console, tmp_path):
+    console.cell(f"import os; os.chdir({str(tmp_path)!r})")
+    shown = console.cell(TRAINING.format(steps=2), "--profile")
+    assert shown.ok
+    (line,) = [d["text/plain"] for d in shown.displays if "recorded" in d.get("text/plain", "")]
+    assert line.endswith("nothing recorded: 2 optimizer steps were done, the first 3 are never recorded")
+    assert "takes a number of optimizer steps" in refused(console.cell("pass", "--profile none"))
+
+
 def test_displays_stand_where_they_were_made(console):
     shown = console.cell(
         "from IPython.display import HTML, display\n"
