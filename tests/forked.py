@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import multiprocessing.connection
 import os
 import shutil
@@ -106,6 +108,8 @@ class Rank:
 def _child(
     rank: int, world_size: int, folder: Path, link: Any, body: Callable[[Rank], Any], join: bool, cuda: bool
 ) -> None:
+    gc.freeze()  # what other tests have left must not be collected here: its threads are not in this process
+    faulthandler.enable()
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
@@ -154,6 +158,7 @@ def run_ranks(
     """
     folder = Path(tempfile.mkdtemp(prefix="nbt-"))
     links, pids = [], []
+    gc.collect()
     try:
         for rank in range(world_size):
             ours, theirs = multiprocessing.connection.Pipe()
