@@ -11,7 +11,7 @@ kernel. Repetitions go round the products, so that a slow minute of the machine 
 the median, and its ratio to the number that nbdist must reach. Seconds drift from machine to machine, ratios hold.
 
 Files: `environments` makes the virtual environments, `kernel` drives a kernel, `products` knows each product's cells,
-`start`, `cells`, `transfer`, `training` and `faults` measure, `report` compares and prints. `memory`, `telemetry` and
-`dashboard` stand for themselves, e.g. ``python -m benchmarks.telemetry``: forecasts against living tensors, what a
-logged metric and a training step pay, what the kernel and the page pay for many ranks.
+`start`, `cells`, `transfer`, `training`, `faults` and `times` measure, `report` compares and prints. `memory`,
+`telemetry` and `dashboard` stand for themselves, e.g. ``python -m benchmarks.telemetry``: forecasts against living
+tensors, what a logged metric and a training step pay, what the kernel and the page pay for many ranks.
 """

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import cells, environments, faults, start, training, transfer
+from benchmarks import cells, environments, faults, start, times, training, transfer
 from benchmarks.products import PRODUCTS, Product
 from benchmarks.report import Row, table, verdicts
 
-MEASURES = ("start", "restart", "empty", "stream", "transfer", "training", "faults")
+MEASURES = ("start", "restart", "empty", "stream", "transfer", "training", "faults", "times")
 REPETITIONS = 5
+TIMES_REPETITIONS = 10
 PAIRS = 20
 
 
@@ -80,6 +81,10 @@ def _jobs(args: argparse.Namespace, products: list[Product]) -> list[tuple[str, 
             if any(p.name == "nbdist" for p in products):
                 for n in (1, 2):
                     jobs.append((f"training, {n} ranks", lambda n=n: training.throughput(n, cache, args.pairs)))
+        elif name == "times":
+            often = 1 if args.short else TIMES_REPETITIONS
+            for event in (*times.EVENTS, times.KERNEL_KILLED) if any(p.name == "nbdist" for p in products) else ():
+                jobs.append((event, lambda e=event, often=often: times.times(e, cache, often)))
         elif name == "faults":
             for kind in faults.FAULTS:
                 for product in (p for p in products if "faults" in p.can):

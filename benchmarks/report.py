@@ -64,6 +64,14 @@ TARGETS = (
     Target(measure="empty cell", ranks=(2, 4, 8), times=0.4, against=_NOTEBOOK),
     Target(measure="push 256 MB", ranks=(2,), bound=1.5, at_least=True),
     Target(measure="pull 256 MB", ranks=(2,), bound=1.5, at_least=True),
+    Target(measure="stop in a training loop", ranks=(2,), bound=1.02),
+    Target(measure="stop in other Python code", ranks=(2,), bound=1.0),
+    Target(measure="stop in a collective", ranks=(2,), bound=3.0),
+    Target(measure="stop twice in C code", ranks=(2,), bound=5.0),
+    Target(measure="a rank raises, the other waits", ranks=(2,), bound=2.0),
+    Target(measure="a rank dies, the other waits", ranks=(2,), bound=1.0),
+    Target(measure="a rank waits: the notice", ranks=(2,), bound=10.0),
+    Target(measure="kernel killed, nothing left", ranks=(2,), bound=2.0),
     Target(measure="training throughput", ranks=(1,), bound=0.99, at_least=True),
     Target(measure="training throughput", ranks=(2,), bound=0.98, at_least=True),
 )
@@ -132,8 +140,9 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
             judged = own[0].upper if own[0].upper is not None else value
             holds = judged >= bound if target.at_least else judged <= bound
             sign = ">=" if target.at_least else "<="
+            worst = f", judged at {judged:.3g}" if judged != value else ""
             lines.append(
-                f"{'reached' if holds else 'MISSED '}  {target.measure}, {n} ranks: {value:.3g} {own[0].unit}"
+                f"{'reached' if holds else 'MISSED '}  {target.measure}, {n} ranks: {value:.3g} {own[0].unit}{worst}"
                 f" (must be {sign} {bound:.3g}{why})"
             )
     return lines

@@ -27,7 +27,7 @@ from nbdist.wire.channel import Packet
 
 __all__ = ["Cluster", "start"]
 
-WAITING_S = 10.0
+WAITING_S = 9.0
 MAX_RUNS = 50
 _LATE_CHUNKS = 1000
 
@@ -495,7 +495,7 @@ def start(
     **options
         ``check_collectives``: mismatched collectives raise instead of hanging or aborting (slow).
         ``nccl_debug``: keep each rank's NCCL log for the doctor.
-        ``waiting_s``: after how long ranks that wait are told of, 10 by default; 0 never.
+        ``waiting_s``: after how long ranks that wait are told of, 9 by default; 0 never.
 
     Raises
     ------
