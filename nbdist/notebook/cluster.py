@@ -403,7 +403,9 @@ class Cluster:
         if isinstance(message, m.WhereReply) and watch is not None:
             watch.answered(process.rank, message)
         if isinstance(message, m.ExecuteReply):
-            process.state, process.group, process.steps = "idle", message.group, message.steps
+            # A rank that is told to give up its group may have answered just before.
+            told = cell is not None and message.run_id == cell.run.run_id and process.rank in cell.broken_off
+            process.state, process.group, process.steps = "idle", "none" if told else message.group, message.steps
         if isinstance(message, m.DisplayData | m.ClearOutput):
             process.displays[message.mark] = message
             process.output.advance()

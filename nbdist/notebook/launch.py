@@ -88,8 +88,9 @@ def runtime_folder() -> Path:
     """A new folder of mode 0700 for a cluster's socket and rendezvous files, its path short enough for a socket."""
     for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
         if base and len(os.fsencode(base)) < 60 and os.access(base, os.W_OK):
-            return Path(tempfile.mkdtemp(prefix="nbdist-", dir=base))
-    raise StartError("no writable folder with a short path was found: set XDG_RUNTIME_DIR or TMPDIR to one")
+            with contextlib.suppress(OSError):  # no room there
+                return Path(tempfile.mkdtemp(prefix="nbdist-", dir=base))
+    raise StartError("no writable folder with a short path and room was found: set XDG_RUNTIME_DIR or TMPDIR to one")
 
 
 def rank_environment(env: Mapping[str, str], rank: int, world_size: int) -> dict[str, str]:

@@ -140,6 +140,7 @@ class Watch:
     def _break(self, rank: int, reason: str) -> None:
         if rank not in self._cell.broken_off:
             self._cell.broken_off.add(rank)
+            self._processes[rank].group = "none"
             self._send(rank, m.BreakRequest(run_id=self._cell.run.run_id, reason=reason))
 
     def _signal(self, rank: int) -> None:

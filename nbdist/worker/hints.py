@@ -120,6 +120,15 @@ HINTS: tuple[Hint, ...] = (
         "2.9-2.13",
     ),
     Hint(
+        "*",
+        re.compile(
+            r"shared memory.*No space left on device|unable to \w+ shared memory|^\[Errno 28\] No space left on device$"
+        ),
+        "/dev/shm is full, through which loader workers hand over batches; containers have 64 MB of it: start one with"
+        " --shm-size=8g or --ipc=host, or use fewer workers (num_workers=0 needs none)",
+        "2.9-2.13",
+    ),
+    Hint(
         "AttributeError",
         re.compile(r"Can't get (?:local )?(?:attribute|object) '\w+' on <module '__m(?:ain|p_main)__'"),
         "a spawned process cannot import a class of a cell: use the fork start method, or put it in a module file",

@@ -495,6 +495,14 @@ def test_nothing_listens_beyond_loopback_while_ranks_train(cluster, tmp_path):
     assert handle.result(CELL_S) == {0: "ok", 1: "ok"}
 
 
+def test_a_group_given_up_for_peers_that_failed_too_is_renewed(cluster):
+    """Rank 0 is told to free its peer, which is still at work and then fails without any collective."""
+    with pytest.raises(CellError):
+        cluster.run("import time\nif rank == 1: time.sleep(0.8)\nraise ValueError(rank)")
+    cluster.run("t = torch.ones(1); dist.all_reduce(t)")
+    assert cluster.pull("t.item()") == {0: 2.0, 1: 2.0}
+
+
 # ---- two notebooks at the same moment
 
 NOTEBOOK = """
