@@ -13,7 +13,7 @@ from nbdist.doctor.facts import Facts, Health, Torch, num_ranks, outside_address
 from nbdist.doctor.finding import Finding, Verdict, counted, size_text, text_table
 from nbdist.doctor.gpu import NO_GPU, Device, Link
 
-__all__ = ["SHM_REMEDY", "check", "explain_memory", "link_table"]
+__all__ = ["SHM_REMEDY", "check", "link_table"]
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALL_SHM = 512 * MIB  # NCCL makes segments of some 10 to 33 MB each, a DataLoader worker holds whole batches
@@ -478,23 +478,3 @@ def check(facts: Facts) -> list[Finding]:
     found = [f for each in CHECKS for f in each(facts)]
     troubled = {f.name for f in found if f.verdict not in ("ok", "skipped")}
     return [f for f in found if f.verdict not in ("ok", "skipped") or f.name not in troubled]
-
-
-def explain_memory(
-    *, allocated_bytes: int, reserved_bytes: int, inactive_split_bytes: int, used_bytes: int, total_bytes: int
-) -> list[Finding]:
-    """Explain why torch's and the driver's numbers of one GPU differ; none of them is to be added to another."""
-    cached, outside = size_text(reserved_bytes - allocated_bytes), size_text(max(used_bytes - reserved_bytes, 0))
-    fact = f"{size_text(reserved_bytes)} held by torch: the tensors, and {cached} cached for the next ones"
-    device = f"{size_text(used_bytes)} of {size_text(total_bytes)}: {outside} outside torch"
-    found = [
-        Finding("allocated", "ok", f"{size_text(allocated_bytes)} in tensors"),
-        Finding("reserved", "ok", f"{fact}, of which {size_text(inactive_split_bytes)} in pieces between tensors"),
-        Finding("GPU in use", "ok", f"{device} (CUDA context, NCCL, other processes)"),
-    ]
-    if inactive_split_bytes > reserved_bytes // 5:
-        remedy = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the ranks start"
-        found.append(
-            Finding("reserved", "info", "fragmentation", "large tensors may not fit although memory is free", remedy)
-        )
-    return found

@@ -8,7 +8,7 @@ import pytest
 from fixtures.machines import GIB, machine, with_gpus
 
 from nbdist.doctor import gpu
-from nbdist.doctor.checks import check, explain_memory, link_table
+from nbdist.doctor.checks import check, link_table
 from nbdist.doctor.facts import Facts, Health, Torch, outside_address
 from nbdist.doctor.finding import Finding
 
@@ -436,23 +436,3 @@ def test_cpus_far_from_the_gpu():
 def test_widgets(packages, extensions, verdict):
     facts = replace(machine(), packages=packages, labextensions=extensions)
     assert [f.verdict for f in check(facts) if f.name == "Jupyter"] == [verdict]
-
-
-@pytest.mark.case("ME08")
-def test_three_numbers_of_one_gpu():
-    found = explain_memory(
-        allocated_bytes=10 * GIB,
-        reserved_bytes=18 * GIB,
-        inactive_split_bytes=6 * GIB,
-        used_bytes=int(21.5 * GIB),
-        total_bytes=24 * GIB,
-    )
-    said = "\n".join(map(whole, found))
-    assert "10 GiB in tensors" in said
-    assert "18 GiB held by torch: the tensors, and 8 GiB cached" in said
-    assert "of which 6 GiB" in said
-    assert "fragmentation" in said
-    assert "expandable_segments" in said
-    assert "21.5 GiB of 24 GiB: 3.5 GiB outside torch (CUDA context, NCCL, other processes)" in said
-    assert "28" not in said
-    assert "leak" not in said
