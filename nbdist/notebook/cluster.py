@@ -21,7 +21,8 @@ from nbdist.notebook.history import Run
 from nbdist.notebook.members import Members
 from nbdist.notebook.ranks import RankProcess
 from nbdist.notebook.running import Foreground, RunHandle
-from nbdist.notebook.watch import Watch, describe
+from nbdist.notebook.variables import RankView
+from nbdist.notebook.watch import Watch
 from nbdist.wire import messages as m
 from nbdist.wire.channel import Packet
 
@@ -30,19 +31,6 @@ __all__ = ["Cluster", "start"]
 WAITING_S = 9.0
 MAX_RUNS = 50
 _LATE_CHUNKS = 1000
-
-
-class RankView:
-    """One rank's variables: ``cluster[0]["loss"]``."""
-
-    def __init__(self, cluster: Cluster, rank: int) -> None:
-        self._cluster, self._rank = cluster, rank
-
-    def __getitem__(self, name: str) -> Any:
-        return self._cluster.pull(name, ranks=[self._rank])[self._rank]
-
-    def __setitem__(self, name: str, value: object) -> None:
-        self._cluster.push({name: value}, ranks=[self._rank])
 
 
 class Cluster:
@@ -279,20 +267,7 @@ class Cluster:
     def where(self, *, full: bool = False) -> list[str]:
         """What every rank is doing, one line for ranks that do the same."""
         self._must_live()
-        alive = [p.rank for p in self.members.ranks if p.alive]
-        self.members.send(alive, m.WhereRequest(full=full))
-        where = {r: reply for r, (reply, _) in self.members.collect(alive, m.WhereReply, 1.0, strict=False).items()}
-        cell = self._cell
-        if cell is None or cell.done:
-            dead = [p.rank for p in self.members.ranks if not p.alive]
-            return [f"{len(alive)} of {self.world_size} ranks, idle" if dead else f"{self.world_size} ranks, idle"]
-        lines = describe(where, cell)
-        if full:
-            for rank in set(alive) - where.keys():
-                lines += [f"rank {rank}:", *(f"  {line}" for line in self.members.stack_in_c(rank))]
-            for rank, reply in where.items():
-                lines += [f"rank {rank}:", *(f"  {line}" for line in reply.stack)]
-        return lines
+        return self.members.where(self._cell, full=full)
 
     # ---- variables
 
@@ -421,7 +396,7 @@ class Cluster:
             cell.moved_s = time.monotonic()
             cell.run.history.add_metrics(process.rank, message, packet.buffers)
         elif isinstance(message, m.Sample):
-            cell.run.history.add_sample(process.rank, message)
+            cell.run.add_sample(process.rank, message)
         elif isinstance(message, m.ExecuteReply):
             cell.replied(process.rank, message)
         elif isinstance(message, m.StepHalted) and watch is not None:

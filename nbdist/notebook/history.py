@@ -400,6 +400,11 @@ class Run:
     states: dict[int, str] = field(default_factory=dict)
     strategy: str | None = None
 
+    def add_sample(self, rank: int, message: Sample) -> None:
+        """Keep what a rank read about itself."""
+        self.history.add_sample(rank, message)
+        self.strategy = message.values.get("strategy") or self.strategy
+
     def __repr__(self) -> str:
         ranks = f"{len(self.ranks)} rank{'s' if len(self.ranks) != 1 else ''} on {self.device}, {self.backend}"
         metrics = ", ".join(self.history.names()) or "no metrics"

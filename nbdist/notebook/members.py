@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 
 from nbdist.errors import NotRunningError, StartError, name_ranks
 from nbdist.notebook import launch
+from nbdist.notebook.cell import CellRun
 from nbdist.notebook.iothread import IOThread
 from nbdist.notebook.logs import new_log_folder
 from nbdist.notebook.ranks import RankProcess, how_it_ended, start_rank
+from nbdist.notebook.watch import describe
 from nbdist.wire import messages as m
 from nbdist.wire.channel import Listener, Packet, new_key
 
@@ -187,7 +189,23 @@ class Members:
         """End one rank and everything below it (any thread)."""
         self._server.kill([self.ranks[rank].pid])
 
-    def stack_in_c(self, rank: int) -> list[str]:
+    def where(self, cell: CellRun | None, *, full: bool) -> list[str]:
+        """What every rank is doing, one line for ranks that do the same; with `full` whole stacks too."""
+        alive = [p.rank for p in self.ranks if p.alive]
+        self.send(alive, m.WhereRequest(full=full))
+        where = {r: reply for r, (reply, _) in self.collect(alive, m.WhereReply, 1.0, strict=False).items()}
+        if cell is None or cell.done:
+            all_alive = len(alive) == len(self.ranks)
+            return [f"{len(alive)} ranks, idle" if all_alive else f"{len(alive)} of {len(self.ranks)} ranks, idle"]
+        lines = describe(where, cell)
+        if full:
+            for rank in set(alive) - where.keys():
+                lines += [f"rank {rank}:", *(f"  {line}" for line in self._stack_in_c(rank))]
+            for rank, reply in where.items():
+                lines += [f"rank {rank}:", *(f"  {line}" for line in reply.stack)]
+        return lines
+
+    def _stack_in_c(self, rank: int) -> list[str]:
         """Python stack of a rank that does not answer, written by a signal handler which needs no GIL."""
         path = self._folder / f"stack-{rank}"
         before = path.stat().st_size if path.exists() else 0

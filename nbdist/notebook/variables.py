@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import InputError
 from nbdist.notebook.members import Members
 from nbdist.wire import messages as m
 from nbdist.wire import values
 
-__all__ = ["pull", "push"]
+if TYPE_CHECKING:
+    from nbdist.notebook.cluster import Cluster
+
+__all__ = ["RankView", "pull", "push"]
+
+
+class RankView:
+    """One rank's variables: ``cluster[0]["loss"]``."""
+
+    def __init__(self, cluster: Cluster, rank: int) -> None:
+        self._cluster, self._rank = cluster, rank
+
+    def __getitem__(self, name: str) -> Any:
+        return self._cluster.pull(name, ranks=[self._rank])[self._rank]
+
+    def __setitem__(self, name: str, value: object) -> None:
+        self._cluster.push({name: value}, ranks=[self._rank])
 
 
 def push(members: Members, variables: Mapping[str, object], ranks: Sequence[int]) -> None:

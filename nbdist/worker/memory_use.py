@@ -21,6 +21,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SHARE = 1000  # an expensive reading is repeated only after this many times what it cost
 _PROCESS_S = 1.0  # at most how often the kernel is asked for shared pages
 _DEVICE_S = 1.0  # at most how often the driver is asked
+_STRATEGIES = {"DistributedDataParallel": "DDP", "FSDPModule": "FSDP2", "FullyShardedDataParallel": "FSDP1"}
 _STATES_S = 2.0  # at most how often the model's tensors are counted
 
 
@@ -39,7 +40,9 @@ class MemoryUse:
         self._process_at_s = 0.0
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        self._states: dict[str, int | None] = dict.fromkeys(("parameters_bytes", "gradients_bytes", "optimizer_bytes"))
+        self._states: dict[str, int | str | None] = dict.fromkeys(
+            ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "strategy")
+        )
         self._states_at_s = 0.0
         self._device_values: dict[str, Any] = {}
         self._device_at_s = 0.0
@@ -62,7 +65,8 @@ class MemoryUse:
         dict
             ``process_pss_bytes`` (shared pages divided among those who share them: adds up over ranks),
             ``process_uss_bytes`` (pages of this process alone), ``process_rss_bytes`` (shared pages counted in full);
-            ``parameters_bytes``, ``gradients_bytes``, ``optimizer_bytes`` as held by this rank at the end of a step;
+            ``parameters_bytes``, ``gradients_bytes``, ``optimizer_bytes`` as held by this rank at the end of a step,
+            and ``strategy``, how the model is spread over the ranks;
             ``allocated_bytes``, ``reserved_bytes``, ``peak_bytes``, ``inactive_split_bytes``, ``alloc_retries`` of
             torch's allocator; ``device_name``, ``device_uuid``, ``device_total_bytes``, ``device_used_bytes``
             (everybody), ``device_process_bytes`` (this process, where the driver tells), ``device_outside_bytes``
@@ -157,6 +161,7 @@ class MemoryUse:
             "parameters_bytes": _bytes(parameters.values()),
             "gradients_bytes": _bytes(p.grad for p in parameters.values() if p.grad is not None),
             "optimizer_bytes": _bytes(states.values()),
+            "strategy": _strategy(modules),
         }
 
     # ---- the GPU
@@ -247,6 +252,12 @@ def _proportional() -> dict[str, int] | None:
         return {"pss": kib[b"Pss"] * 1024, "uss": (kib[b"Private_Clean"] + kib[b"Private_Dirty"]) * 1024}
     except (OSError, ValueError, IndexError, KeyError):  # an old kernel, or one that does not let us
         return None
+
+
+def _strategy(modules: Iterable[torch.nn.Module]) -> str | None:
+    """By the classes' names: what is not imported is not in use."""
+    names = {cls.__name__ for module in modules for cls in type(module).__mro__}
+    return next((word for name, word in _STRATEGIES.items() if name in names), None)
 
 
 def _alive(references: dict[int, Any]) -> list[Any]:

@@ -493,6 +493,7 @@ def test_nothing_listens_beyond_loopback_while_ranks_train(cluster, tmp_path):
     finally:
         gate.touch()
     assert handle.result(CELL_S) == {0: "ok", 1: "ok"}
+    assert handle.run.strategy == "DDP"
 
 
 def test_a_group_given_up_for_peers_that_failed_too_is_renewed(cluster):

@@ -181,3 +181,30 @@ def test_the_license_is_there():
     assert text.startswith("BSD 3-Clause License")
     assert "nbdist contributors" in text
     assert PROJECT["license"] == "BSD-3-Clause"
+
+
+# ---- dependencies
+
+DISTRIBUTIONS = {"IPython": "ipython", "pynvml": "nvidia-ml-py", "zmq": "pyzmq"}
+COME_ALONG = {"PIL": "matplotlib", "traitlets": "ipython"}  # what always brings them
+ON_REQUEST = {"webdataset"}  # only where a user passes one of its datasets
+
+
+def test_what_is_imported_is_declared():
+    declared = {re.split(r"[<>=\[]", d)[0] for d in PROJECT["dependencies"]}
+    lab = {re.split(r"[<>=\[]", d)[0] for d in PROJECT["optional-dependencies"]["lab"]}
+    for path in (ROOT / "nbdist").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom) and not node.level
+                else []
+            )
+            for top in {name.partition(".")[0] for name in names}:
+                if top in sys.stdlib_module_names or top == "nbdist" or top in ON_REQUEST:
+                    continue
+                wanted = DISTRIBUTIONS.get(top) or COME_ALONG.get(top) or top
+                allowed = declared | lab if path.name == "cli.py" else declared
+                assert wanted in allowed, f"{path.relative_to(ROOT)} imports {top}, which pyproject.toml does not name"
