@@ -493,7 +493,6 @@ def test_nothing_listens_beyond_loopback_while_ranks_train(cluster, tmp_path):
     finally:
         gate.touch()
     assert handle.result(CELL_S) == {0: "ok", 1: "ok"}
-    assert handle.run.strategy == "DDP"
 
 
 def test_a_group_given_up_for_peers_that_failed_too_is_renewed(cluster):
@@ -502,6 +501,26 @@ def test_a_group_given_up_for_peers_that_failed_too_is_renewed(cluster):
         cluster.run("import time\nif rank == 1: time.sleep(0.8)\nraise ValueError(rank)")
     cluster.run("t = torch.ones(1); dist.all_reduce(t)")
     assert cluster.pull("t.item()") == {0: 2.0, 1: 2.0}
+
+
+WRAPS = {
+    "DDP": "from torch.nn.parallel import DistributedDataParallel\nmodel = DistributedDataParallel(model)",
+    "FSDP2": "from torch.distributed.fsdp import fully_shard\nmodel = fully_shard(model)",
+    None: "",
+}
+
+
+@pytest.mark.parametrize("strategy", WRAPS)
+def test_how_a_runs_model_is_spread_is_seen(cluster, strategy):
+    handle = cluster.run(
+        f"model = torch.nn.Linear(8, 8)\n{WRAPS[strategy]}\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "loss = model(torch.ones(4, 8)).square().mean(); loss.backward(); optimizer.step()\n"
+        "del model, optimizer",
+        dashboard=False,
+    )
+    assert handle.run.history.names() == ["loss"]
+    assert handle.run.strategy == strategy
 
 
 # ---- two notebooks at the same moment
