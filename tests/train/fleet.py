@@ -130,6 +130,7 @@ def serve(connection: Connection, stack: str) -> None:
         # torch warns users of FSDP 1 through its own state dict functions.
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD``")
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type")
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.9's own checkpoint reader
         # webdataset leaves a shard open that is not read to its end.
         warnings.filterwarnings("ignore", message="unclosed file .*tar", category=ResourceWarning)
         connection.send("ready")
