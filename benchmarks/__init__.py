@@ -10,8 +10,8 @@ Each product lives in a virtual environment of its own, made below ``--cache``, 
 kernel. Repetitions go round the products, so that a slow minute of the machine meets all of them; what is printed is
 the median, and its ratio to the number that nbdist must reach. Seconds drift from machine to machine, ratios hold.
 
-Files: `environments` makes the virtual environments, `kernel` drives a kernel, `products` knows each product's cells,
-`start`, `cells`, `transfer`, `training`, `faults` and `times` measure, `report` compares and prints. `memory`,
-`telemetry` and `dashboard` stand for themselves, e.g. ``python -m benchmarks.telemetry``: forecasts against living
-tensors, what a logged metric and a training step pay, what the kernel and the page pay for many ranks.
+Files: `environments` makes the virtual environments, `kernel` drives a kernel, `products` and `launchers` know each
+product's cells, `start`, `cells`, `transfer`, `training`, `faults` and `times` measure, `report` compares and prints.
+`memory`, `telemetry` and `dashboard` stand for themselves, e.g. ``python -m benchmarks.telemetry``: forecasts against
+living tensors, what a logged metric and a training step pay, what the kernel and the page pay for many ranks.
 """

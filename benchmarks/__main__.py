@@ -14,10 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import cells, environments, faults, start, times, training, transfer
-from benchmarks.products import PRODUCTS, Product
+from benchmarks.launchers import LAUNCHERS
+from benchmarks.products import PRODUCTS as SESSIONS
+from benchmarks.products import Product
 from benchmarks.report import Row, table, verdicts
 
 MEASURES = ("start", "restart", "empty", "stream", "transfer", "training", "faults", "times")
+PRODUCTS = SESSIONS | {launcher.name: launcher for launcher in LAUNCHERS}
 REPETITIONS = 5
 TIMES_REPETITIONS = 10
 PAIRS = 20

@@ -19,6 +19,10 @@ REQUIREMENTS: dict[str, list[str]] = {
     "nbdistributed": ["nbdistributed==0.1.0", "ipykernel"],
     "jupyter-distributed": ["jupyter-distributed==0.1.1", "ipykernel"],
     "torchmonarch": ["torchmonarch==0.7.0", "ipykernel"],
+    "accelerate": ["accelerate", "ipykernel"],
+    "lightning": ["lightning", "ipykernel"],
+    "torchrunx": ["torchrunx", "ipykernel"],
+    "torchrun": ["ipykernel"],
 }
 
 
