@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_module
 import torch.nn.parallel.distributed as ddp_module
+import torch.optim.optimizer as optimizer_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 __all__ = ["FakeReducer", "fake_tensors", "fake_world", "reduced_at_once", "replaced"]
@@ -56,8 +57,13 @@ def fake_world(world_size: int) -> Iterator[None]:
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Tensors that have a shape and no values; what DDP does to values when it is made is left out."""
+    """Tensors that have a shape and no values; what DDP does to values when it is made is left out.
+
+    So are hooks on all optimizers: a pretended step is none of the training that they count or read a loss of.
+    """
     with (
+        replaced(optimizer_module, "_global_optimizer_pre_hooks", {}),
+        replaced(optimizer_module, "_global_optimizer_post_hooks", {}),
         replaced(ddp_module, "_verify_param_shape_across_processes", _nothing),
         replaced(ddp_module, "_sync_module_states", _nothing),
         replaced(fsdp_module, "_chunk_with_empty", _first_chunk),

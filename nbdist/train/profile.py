@@ -21,6 +21,9 @@ from nbdist.train.tables import html_table, text_table
 
 __all__ = ["Profile", "memory_snapshot", "profile", "span"]
 
+# The profiler's library tells every start and stop on stderr below 6; it reads this when it is first used.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
 _COMMUNICATION = ("nccl", "gloo:")
 _ROWS = 12
 _WARMUP = 1

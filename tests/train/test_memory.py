@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import nbdist
 from nbdist.train.closed_form import closed_form
@@ -180,6 +181,23 @@ def _inside() -> tuple[int, float, bool]:
 
 def test_real_groups_survive_a_pretended_one(ranks: Callable[..., list[Any]]) -> None:
     assert ranks(2, _inside) == [(2, 2.0, True)] * 2
+
+
+def test_a_pretended_step_calls_no_hook_of_all_optimizers() -> None:
+    stepped: list[object] = []
+    hooks = [
+        register(lambda *told: stepped.append(told))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    try:
+        estimate(net, models.data(8), "ddp", 2)
+        assert not stepped
+        parameter = nn.Parameter(torch.ones(1))
+        torch.optim.SGD([parameter]).step()
+        assert len(stepped) == 2
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def test_no_group_is_left_behind() -> None:
