@@ -97,9 +97,24 @@ def _shared_memory(processes: dict[int, str]) -> frozenset[str]:
             continue
         maker = re.match(r"torch_(\d+)_", name)
         pid = int(maker[1]) if maker else None
+        if name.startswith("sem.") and _mapped_by_others(name, processes):
+            continue
         if pid is None or pid == os.getpid() or pid in processes or not os.path.exists(f"/proc/{pid}"):
             found.add(name)
     return frozenset(found)
+
+
+def _mapped_by_others(name: str, processes: dict[int, str]) -> bool:
+    """Whether a process that is not of this session uses this file: its name does not tell who made it."""
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit() or int(entry.name) in processes or int(entry.name) == os.getpid():
+            continue
+        try:
+            if f"/dev/shm/{name}" in Path(entry.path, "maps").read_text():
+                return True
+        except OSError:  # ended meanwhile, or somebody else's
+            continue
+    return False
 
 
 def take(runtime: Path) -> Traces:

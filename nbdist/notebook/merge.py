@@ -17,7 +17,7 @@ from nbdist.notebook.output import Line, Screen
 
 __all__ = ["Shown", "Text", "Voice", "label"]
 
-WINDOW_S = 0.08  # how long a line waits for its like from the other ranks
+WINDOW_S = 0.15  # how long a line waits for its like from the other ranks
 _DISPLAY_WINDOW_S = 0.5
 _BURST_LINES = 1500  # shown before a cell's output counts as a flood
 _BURST_CHARS = 200_000

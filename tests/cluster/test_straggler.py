@@ -27,7 +27,7 @@ def slow(part):
 
 class Data(Dataset):
     def __len__(self):
-        return 64 * 6
+        return 64 * 10
     def __getitem__(self, i):
         if i % 64 == 0:
             slow("data")

@@ -378,7 +378,7 @@ def test_while_a_flood_lasts_the_last_lines_are_live():
 def test_what_comes_after_a_flood_is_shown_again():
     stage = Stage(2)
     stage.say(0, "".join(f"line {n}\n" for n in range(5000)) + "unfin")
-    stage.take(after_s=0.1)
+    stage.take(after_s=2 * merge.WINDOW_S)
     stage.take(after_s=2)
     assert stage.lines[-1] == "[0] line 4999"
     stage.say(0, "ished\nnext\n")
