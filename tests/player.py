@@ -202,11 +202,21 @@ class Notebook:
         """Execute a body as a ``%%distributed`` cell."""
         return self.run(f"%%distributed {flags}".rstrip() + "\n" + body, **kwargs)
 
+    def send(self, body: str) -> None:
+        """Send a ``%%distributed`` cell and go on, as a reader who does not wait; what it shows is not kept."""
+        self._client.execute(f"%%distributed\n{body}", stop_on_error=False)
+
     def start(self, n: int) -> None:
         """Start a cluster of n ranks."""
         played = self.run(f"%distributed start -n {n}", timeout_s=START_S)
         assert played.ok, played.text
         self.world_size = n
+
+    def resize(self, n: int) -> None:
+        """Have a cluster of n ranks, which is another one where their number differs."""
+        if n != self.world_size:
+            assert self.run("%distributed stop").ok
+            self.start(n)
 
     def value(self, expression: str) -> str:
         """What the kernel itself prints for an expression."""
@@ -254,7 +264,8 @@ class Notebook:
     def restart(self) -> None:
         """What the notebook's restart does; nbdist is loaded again."""
         self._client.stop_channels()
-        self._manager.restart_kernel(now=False)
+        with self._log.open("ab") as log:
+            self._manager.restart_kernel(now=False, stdout=log, stderr=log)
         self._connect()
         assert self.run("%load_ext nbdist").ok
 

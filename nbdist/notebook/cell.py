@@ -77,7 +77,11 @@ class CellRun:
         """The rank has ended the cell."""
         self.moved_s = time.monotonic()
         self.replies[rank] = reply
-        self.run.states[rank] = {"ok": "ok", "interrupted": "stopped"}.get(reply.status, "failed")
+        self.run.states[rank] = "ok" if reply.status == "ok" else "stopped" if self.stopped(reply) else "failed"
+
+    def stopped(self, reply: m.ExecuteReply) -> bool:
+        """Whether a rank ended because the user asked, be it that the collective it waited in was broken off."""
+        return reply.status == "interrupted" or (self.interrupted and reply.status == "error" and reply.secondary)
 
     def tick(self, ranks: Sequence[RankProcess], now: float) -> bool:
         """Move text on and see whether the cell has ended; True if it should be called again soon."""

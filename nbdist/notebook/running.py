@@ -153,7 +153,7 @@ class Foreground:
     def _interrupted_text(self) -> str:
         run, state = self._state.run, self._state
         steps = {r: reply.steps for r, reply in state.replies.items()}
-        stopped = [r for r, reply in state.replies.items() if reply.status == "interrupted"]
+        stopped = [r for r, reply in state.replies.items() if state.stopped(reply)]
         text = (
             "all ranks stopped"
             if len(stopped) == len(run.ranks)

@@ -252,7 +252,7 @@ def describe(where: dict[int, m.WhereReply], cell: CellRun) -> list[str]:
             since = f" for {now - reply.since_s:.0f} s" if reply.since_s else ""
             text = f"waiting in {reply.operation}{since} at {reply.line}"
         else:
-            text = f"running {reply.line}"
+            text = f"running {reply.line}" if reply.line else "running, not in the cell's own lines"
         lines.setdefault(text, []).append(rank)
     said = []
     for text, ranks in lines.items():

@@ -103,6 +103,7 @@ HINTS: tuple[Hint, ...] = (
         "*",
         re.compile(
             r"(?:on|in|for|from|of) (?:the )?(?:\S+ )?meta\b|meta tensor|Expected all tensors to be on the same device"
+            r"|input module must be on the same type of devices"
         ),
         _meta_parameter,
         "2.9-2.13",

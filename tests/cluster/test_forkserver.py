@@ -161,6 +161,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.case("IN08")
 @pytest.mark.parametrize("stage", ["importing", "warm", "idle", "busy, descriptors inherited by a child"])
 def test_nothing_outlives_a_notebook_that_is_killed(stage, tmp_path, monkeypatch):
     runtime = Path(os.environ["XDG_RUNTIME_DIR"])
