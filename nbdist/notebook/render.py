@@ -248,7 +248,10 @@ def _body(group: Sequence[RankFailure]) -> list[str]:
     lines = list(group[0].traceback)
     texts = {f.evalue: f.rank for f in group}
     if len(texts) > 1:
-        lines += [f"  rank {rank}: {evalue.splitlines()[0] if evalue else ''}" for evalue, rank in texts.items()]
+        said_by_all = set.intersection(*(set(text.splitlines()) for text in texts))
+        for text, rank in texts.items():
+            own = next((line for line in text.splitlines() if line not in said_by_all), "")
+            lines.append(f"  rank {rank}: {own}")
     return lines
 
 

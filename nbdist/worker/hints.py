@@ -7,7 +7,8 @@ was seen in; nothing else in nbdist looks at the text of an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from nbdist.errors import CollectiveBroken
@@ -32,46 +33,51 @@ class Hint(NamedTuple):
     pattern
         Matched against its text.
     remedy
-        One line; may use the pattern's groups, or be a function of match and namespace.
+        One line, or a function of the match and of the objects at hand, the most likely ones first.
     seen
         torch versions whose text it fits.
     """
 
     ename: str
     pattern: re.Pattern[str]
-    remedy: str | Callable[[re.Match[str], Mapping[str, Any]], str | None]
+    remedy: str | Callable[[re.Match[str], Iterator[Any]], str | None]
     seen: str
 
 
-def _unused_parameters(match: re.Match[str], namespace: Mapping[str, Any]) -> str | None:
+def _at_hand(error: BaseException, namespace: Mapping[str, Any]) -> Iterator[Any]:
+    """Variables of the functions on the way to the error, from the cell inwards; then those of the cell itself."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals is not namespace or frame.f_code.co_name != "<module>":
+            yield from list(frame.f_locals.values())
+    yield from list(namespace.values())
+
+
+def _unused_parameters(match: re.Match[str], objects: Iterator[Any]) -> str:
+    from torch.nn.parallel import DistributedDataParallel
+
     indices = re.search(r"Parameter indices which did not receive grad[^:]*:\s*([\d ]+)", match.string)
+    unused = [int(i) for i in indices[1].split()] if indices else []
     names: list[str] = []
-    for value in list(namespace.values()):
-        if type(value).__name__ == "DistributedDataParallel" and indices:
-            trainable = [n for n, p in value.module.named_parameters() if p.requires_grad]
-            wanted = [int(i) for i in indices.group(1).split()]
-            if wanted and max(wanted) < len(trainable):
-                names = [trainable[i] for i in wanted]
+    model = next((o for o in objects if isinstance(o, DistributedDataParallel)), None)
+    if model is not None:
+        trainable = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
+        names = [trainable[i] for i in unused if i < len(trainable)]
     which = f"{', '.join(names)} took no part in the loss" if names else "some parameters took no part in the loss"
     return f"{which}: use them in forward, or wrap with DDP(model, find_unused_parameters=True)"
 
 
-def _meta_parameter(match: re.Match[str], namespace: Mapping[str, Any]) -> str | None:
+def _meta_parameter(match: re.Match[str], objects: Iterator[Any]) -> str:
     import torch
 
-    found: dict[str, list[str]] = {}
-    for value in list(namespace.values()):
-        if isinstance(value, torch.nn.Module):
-            devices: dict[str, list[str]] = {}
-            for name, parameter in value.named_parameters():
-                devices.setdefault(str(parameter.device), []).append(name)
-            if len(devices) > 1 or "meta" in devices:
-                fewest = min(devices, key=lambda d: (d != "meta", len(devices[d])))
-                found.setdefault(fewest, []).extend(devices[fewest])
-    if not found:
-        return "move the model and its input to the rank's device: model.to(device), x.to(device)"
-    device, names = next(iter(found.items()))
-    return f"{', '.join(names[:4])} is on {device}: move the whole model with model.to(device) before wrapping it"
+    for model in (o for o in objects if isinstance(o, torch.nn.Module)):
+        devices: dict[str, list[str]] = {}
+        for name, parameter in model.named_parameters():
+            devices.setdefault(str(parameter.device), []).append(name)
+        if len(devices) > 1 or "meta" in devices:
+            fewest = min(devices, key=lambda d: (d != "meta", len(devices[d])))
+            names = ", ".join(devices[fewest][:4])
+            return f"{names} is on {fewest}: move the whole model with model.to(device) before wrapping it"
+    return "move the model and its input to the rank's device: model.to(device), x.to(device)"
 
 
 HINTS: tuple[Hint, ...] = (
@@ -158,7 +164,7 @@ def find_hint(error: BaseException, namespace: Mapping[str, Any]) -> str | None:
     error
         What the cell raised.
     namespace
-        The cell's variables, where parameters are looked up by name.
+        The cell's variables. A remedy that names parameters finds the model there or on the way to the error.
     """
     try:
         text = str(error)
@@ -171,7 +177,7 @@ def find_hint(error: BaseException, namespace: Mapping[str, Any]) -> str | None:
             if isinstance(hint.remedy, str):
                 return hint.remedy
             try:
-                return hint.remedy(match, namespace)
+                return hint.remedy(match, _at_hand(error, namespace))
             except Exception:  # looking through the user's objects may raise; the error itself matters more
                 return None
     return None
