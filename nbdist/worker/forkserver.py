@@ -34,6 +34,9 @@ IMPORTS = (
     "torch.distributed",
     "torch.nn.functional",
     "IPython.core.interactiveshell",
+    "IPython.core.magics",
+    "IPython.core.completerlib",
+    "IPython.core.logger",
     "jupyter_client.session",
     "nbdist.worker.main",
     "nbdist.worker.group",
@@ -45,6 +48,7 @@ IMPORTS = (
     "nbdist.worker.shell",
     "nbdist.worker.hints",
     "nbdist.worker.spawn",
+    "nbdist.worker.streams",
 )
 # What a first DDP or FSDP construction would load lazily, each rank for itself: about 800 modules.
 LATER_IMPORTS = (
@@ -66,6 +70,7 @@ LATER_IMPORTS = (
     "matplotlib.backends.backend_agg",
 )
 _PR_SET_CHILD_SUBREAPER = 36
+_FIRST_PAUSE_MS = 200  # a cell that was sent at once waits for the imports: its ranks come first
 _PAUSE_MS = 2000
 _END_S = 5.0  # a process in the midst of a system call dies when that returns
 
@@ -134,7 +139,7 @@ class ForkServer:
 
     def serve(self, pending: list[str]) -> None:
         """Answer requests; while there are none, import what is `pending`, one module at a time."""
-        pause_ms = 0
+        pause_ms = _FIRST_PAUSE_MS
         while True:
             ready = {fd for fd, _ in self._poll.poll(pause_ms if pending else None)}
             if self.notebook in ready:
@@ -151,7 +156,7 @@ class ForkServer:
                 _import(pending.pop(0))
                 if not pending:
                     gc.collect()
-                    gc.freeze()
+                    gc.enable()
 
     def orphaned(self) -> bool:
         """Whether the notebook has ended, or has closed its end; asked before it has sent anything."""
@@ -189,12 +194,14 @@ class ForkServer:
         if (threads := threading.active_count()) != 1:
             raise OSError(0, f"the fork server has {threads} threads")
         self.folders.add(spec["folder"])
+        gc.freeze()  # what the ranks share stays shared: their collectors leave it alone
         pid = os.fork()
         if pid:
             self.ranks[pid] = os.dup(fds[2])
             return pid
         try:
             self._forget()
+            gc.enable()
             os.close(fds.pop())
             from nbdist.worker.main import run_rank
 
@@ -287,6 +294,7 @@ def main(control: int, notebook_pid: int) -> None:
     server = ForkServer(control, notebook_pid)
     signal.signal(signal.SIGALRM, lambda *_: server.leave() if server.orphaned() else None)
     signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)  # importing torch takes seconds, in which nothing is polled
+    gc.disable()  # the collector would take a third of the time of the imports
     try:
         for name in IMPORTS:
             importlib.import_module(name)
