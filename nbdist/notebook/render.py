@@ -198,10 +198,10 @@ def _who(ranks: Sequence[int]) -> str:
 
 def _groups(failures: Sequence[RankFailure]) -> list[list[RankFailure]]:
     """Equal failures together, in the order of the first of each."""
-    groups: dict[tuple[str, ...], list[RankFailure]] = {}
+    groups: dict[tuple[object, ...], list[RankFailure]] = {}
     for failure in failures:
         where = tuple(line for line in failure.traceback if "-->" in line or "line" in line)
-        key = (failure.ename, failure.evalue if not where else "", *where)
+        key = (failure.secondary, failure.ename, failure.evalue if not where else "", *where)
         groups.setdefault(key, []).append(failure)
     return list(groups.values())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import linecache
 import os
 import traceback
+from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
 
@@ -18,6 +19,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _AROUND = 2  # lines of a cell shown before and after the one that failed
 _MAX_LINES, _MAX_LINE = 400, 10_000  # of a traceback; characters of a line
 _FIRST, _LAST = 3, 6  # frames of libraries shown of a longer row
+_SAME = 3  # times a line is shown that calls itself, directly or by others
 _GREEN, _CYAN, _RED, _END = "\x1b[32m", "\x1b[36m", "\x1b[31m", "\x1b[0m"
 
 _BETWEEN = {
@@ -90,6 +92,8 @@ def _text(error: BaseException) -> list[str]:
 def _frames(frames: list[traceback.FrameSummary], cells: Mapping[str, int]) -> list[str]:
     lines: list[str] = []
     row: list[list[str]] = []
+    times: Counter[tuple[str, int | None, str]] = Counter()
+    omitted = 0
 
     def put_row() -> None:
         kept = row
@@ -101,13 +105,26 @@ def _frames(frames: list[traceback.FrameSummary], cells: Mapping[str, int]) -> l
             lines.append("")
         row.clear()
 
+    def put_omitted() -> None:
+        nonlocal omitted
+        if omitted:
+            put_row()
+            lines.extend([f"... {omitted:,} more frames at these lines ...", ""])
+        omitted = 0
+
     for frame in frames:
+        times[frame.filename, frame.lineno, frame.name] += 1
+        if times[frame.filename, frame.lineno, frame.name] > _SAME:
+            omitted += 1
+            continue
+        put_omitted()
         if frame.filename in cells:
             put_row()
             lines += [*_cell_frame(frame, cells[frame.filename]), ""]
         else:
             source = linecache.getline(frame.filename, frame.lineno or 0).strip()
             row.append([f"{_CYAN}File {frame.filename}:{frame.lineno}{_END}, in {frame.name}", f"    {source}"])
+    put_omitted()
     put_row()
     return lines
 

@@ -66,6 +66,14 @@ def _unused_parameters(match: re.Match[str], objects: Iterator[Any]) -> str:
     return f"{which}: use them in forward, or wrap with DDP(model, find_unused_parameters=True)"
 
 
+def _inside_the_wrapper(match: re.Match[str], objects: Iterator[Any]) -> str | None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    name = match[1]
+    inside = any(isinstance(o, DistributedDataParallel) and hasattr(o.module, name) for o in objects)
+    return f"the wrapper does not pass attributes on: model.module.{name}" if inside else None
+
+
 def _meta_parameter(match: re.Match[str], objects: Iterator[Any]) -> str:
     import torch
 
@@ -91,6 +99,47 @@ HINTS: tuple[Hint, ...] = (
         "ValueError",
         re.compile(r"device_ids.*(?:CPU|cpu)|DistributedDataParallel device_ids and output_device"),
         "on CPU ranks leave device_ids out: DDP(model), or use nbdist.ddp(model), which is right on both",
+        "2.9-2.13",
+    ),
+    Hint(
+        "RuntimeError",
+        re.compile(r"Expected to mark a variable ready only once"),
+        "a parameter took part in two backward passes of one step: checkpoint(..., use_reentrant=False), or"
+        " DDP(model, static_graph=True)",
+        "2.9-2.13",
+    ),
+    Hint(
+        "AttributeError",
+        re.compile(r"'DistributedDataParallel' object has no attribute '(\w+)'"),
+        _inside_the_wrapper,
+        "2.9-2.13",
+    ),
+    Hint(
+        "ValueError",
+        re.compile(r"SyncBatchNorm layers only work with GPU modules"),
+        'on CPU ranks keep BatchNorm: convert only if device.type == "cuda"',
+        "2.9-2.13",
+    ),
+    Hint(
+        "*",
+        re.compile(
+            r"Torch not compiled with CUDA enabled|no attribute '_cuda_setDevice'|Found no NVIDIA driver"
+            r"|No CUDA GPUs are available|invalid device ordinal"
+        ),
+        "no such GPU for this rank: use `device`, which every rank has, as in model.to(device) and x.to(device);"
+        " `%distributed doctor` says which GPUs there are",
+        "2.9-2.13",
+    ),
+    Hint(
+        "RuntimeError",
+        re.compile(r"Distributed package doesn't have NCCL built in"),
+        "this torch is a build without NCCL: leave backend= out, or use gloo",
+        "2.9-2.13",
+    ),
+    Hint(
+        "RuntimeError",
+        re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory"),
+        "host memory does not hold this tensor: use a smaller batch, fewer ranks, or nbdist.fsdp()",
         "2.9-2.13",
     ),
     Hint(

@@ -96,6 +96,14 @@ def test_rf11_exception_inside_a_dataloader_worker(notebook):
     goes_on(notebook, 2)
 
 
+def test_endless_recursion_is_told_in_a_few_lines(notebook):
+    notebook.resize(2)
+    played = notebook.cell("def f(n): return g(n)\ndef g(n): return f(n + 1)\nf(0)")
+    assert "RecursionError" in played.report
+    assert "more frames at these lines" in played.report
+    assert len(played.report.splitlines()) < 60
+
+
 # ---- a rank ends
 
 

@@ -124,6 +124,41 @@ def test_dd09_device_ids_on_the_cpu(notebook):
     assert "device_ids" in hint
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("torch.ones(1).cuda()", "use `device`"),
+        ("torch.cuda.set_device(rank)", "use `device`"),
+        ("DDP(torch.nn.SyncBatchNorm(4))", "keep BatchNorm"),
+        ("dist.new_group(backend='nccl')", "gloo"),
+        ("torch.empty(10**14)", "a smaller batch"),
+    ],
+    ids=["cuda", "set_device", "syncbn", "nccl", "memory"],
+)
+def test_what_needs_a_gpu_or_more_memory(notebook, body, said):
+    no_gpu(notebook)
+    played = notebook.cell(DDP + body)
+    assert played.status == "error"
+    assert len(played.errors) == 1
+    assert "ranks 0-1: " in played.report
+    assert said in next(line for line in played.report.splitlines() if line.startswith("hint"))
+
+
+def test_attribute_of_a_wrapped_model(notebook):
+    body = "class Net(torch.nn.Linear): head = 1\n"
+    played = notebook.cell(DDP + body + "def use(model): return model.head\nuse(DDP(Net(2, 2)))")
+    assert "hint: the wrapper does not pass attributes on: model.module.head" in played.report.splitlines()
+    assert "hint" not in notebook.cell("DDP(Net(2, 2)).tail").report
+
+
+def test_ranks_that_build_different_models(notebook):
+    """The rank that only saw its peer go is no cause, although both failed at the same line."""
+    played = notebook.cell(DDP + "DDP(torch.nn.Linear(2, 2 + rank))", timeout_s=BREAK_S)
+    assert played.report.splitlines()[1].startswith("rank 1: RuntimeError")
+    assert "stopped because rank 1 failed: rank 0" in played.report.splitlines()
+    assert "Connection closed" not in played.report
+
+
 # ---- FSDP
 
 
