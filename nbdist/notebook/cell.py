@@ -22,6 +22,10 @@ _OOM_HINT = (
 )
 
 
+def _last_lines(process: RankProcess) -> list[str]:
+    return [f"its last lines: {line}" if i == 0 else line for i, line in enumerate(process.output.tail())]
+
+
 class CellRun:
     """State of one executing cell. Methods are called under the cluster's lock.
 
@@ -118,11 +122,20 @@ class CellRun:
             rank=rank,
             ename="",
             evalue=how,
-            traceback=[f"its last lines: {line}" if i == 0 else line for i, line in enumerate(process.output.tail())],
+            traceback=[*self._crash(process), *_last_lines(process)],
             time_s=time.time() - (time.monotonic() - (process.died_s or time.monotonic())),
             secondary=rank in self.killed,
             hint=hint,
         )
+
+    @staticmethod
+    def _crash(process: RankProcess) -> list[str]:
+        """The line of a cell in which it crashed, if that is known."""
+        if not (found := process.crashed_at()):
+            return []
+        cell, line, name = found
+        inside = "" if name == "<module>" else f", in {name}"
+        return [f"it was at Cell In[{cell}], line {line}{inside}"]
 
     def _status(self) -> str:
         if self.interrupted and all(f.secondary for f in self.failures()):

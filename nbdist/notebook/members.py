@@ -207,7 +207,7 @@ class Members:
 
     def _stack_in_c(self, rank: int) -> list[str]:
         """Python stack of a rank that does not answer, written by a signal handler which needs no GIL."""
-        path = self._folder / f"stack-{rank}"
+        path = self.ranks[rank].stacks
         before = path.stat().st_size if path.exists() else 0
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.ranks[rank].pid, signal.SIGUSR1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from nbdist.wire import messages as m
 __all__ = ["RankProcess", "how_it_ended", "start_rank"]
 
 _PIPE_BYTES = 1 << 20
+_CELL_FRAME = re.compile(r'File "<ipython-input-(\d+)-\w+>", line (\d+) in (\S+)')
 
 
 @dataclass(slots=True)
@@ -27,6 +29,8 @@ class RankProcess:
 
     Attributes
     ----------
+    stacks
+        File to which its signal handlers write Python stacks, its own when it crashed among them.
     state
         ``starting``, ``idle``, ``busy`` or ``dead``.
     exits
@@ -41,6 +45,7 @@ class RankProcess:
     pid: int
     log: RankLog
     exits: int
+    stacks: Path
     output: RankOutput = field(init=False)
     state: str = "starting"
     ready: m.Ready | None = None
@@ -76,6 +81,20 @@ class RankProcess:
         except ProcessLookupError:
             return True, None
         return False, None
+
+    def crashed_at(self) -> tuple[int, int, str] | None:
+        """Cell number, line and function in which a signal of its own doing ended it, if a cell was on the way."""
+        if self.exit_status is None or not os.WIFSIGNALED(self.exit_status):
+            return None
+        try:
+            text = self.stacks.read_text(errors="replace")
+        except OSError:
+            return None
+        _, fatal, text = text.rpartition("Fatal Python error")
+        threads = re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.MULTILINE)
+        threads.sort(key=lambda stack: not stack.startswith("Current"))  # it may be one that runs no Python
+        found = next(filter(None, map(_CELL_FRAME.search, threads)), None) if fatal else None
+        return (int(found[1]), int(found[2]), found[3]) if found else None
 
     def close_exits(self) -> None:
         """Ask no more how it ended."""
@@ -118,7 +137,8 @@ def start_rank(
         raise
     for fd in ends[1::2]:
         os.close(fd)
-    process = RankProcess(rank=spec["rank"], pid=pid, log=RankLog(log_path), exits=ends[4])
+    stacks = Path(spec["folder"], f"stack-{spec['rank']}")
+    process = RankProcess(rank=spec["rank"], pid=pid, log=RankLog(log_path), exits=ends[4], stacks=stacks)
     process.output = RankOutput(
         ends[0],
         ends[2],

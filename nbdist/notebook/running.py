@@ -178,7 +178,8 @@ class Foreground:
                         f"`{name}` exists in the notebook, not in the ranks: send it with `%distributed push {name}`"
                     )
                 elif gone := self._cluster.lost_ranks():
-                    hints.append(f"rank {gone} was started anew, so the variables of earlier cells are gone there")
+                    were = "rank {} was" if gone.isdigit() else "ranks {} were"
+                    hints.append(f"{were.format(gone)} started anew: the variables of earlier cells are gone there")
         return hints
 
     def raise_failures(self) -> None:

@@ -60,9 +60,11 @@ class Rank:
         self._memfds: set[str] = set()
         self._main_thread = threading.get_ident()
         self._idle_since_s = time.time()
-        # What a rank does that holds the GIL in C: written by a signal handler in C, for `%distributed where --full`.
+        # Written by signal handlers in C: what a rank does that holds the GIL, for `%distributed where --full`, and
+        # where it stood when it crashed.
         self._stacks = open(self.folder / f"stack-{self.rank}", "w")  # noqa: SIM115 (open as long as the process)
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=False, chain=False)
+        faulthandler.enable(file=self._stacks, all_threads=True)
         self._stood: tuple[int, int] | None = None
         self._to_stop: str | None = None  # the run that was interrupted last
         signal.signal(signal.SIGINT, _ignore)

@@ -153,9 +153,19 @@ def test_hg04_all_reduce_of_different_sizes(notebook):
     played = notebook.cell(body, timeout_s=BREAK_S)
     assert played.status == "error"
     assert "rank 0 was killed by signal 6 (SIGABRT)" in played.report.splitlines()
+    assert re.search(r"^it was at Cell In\[\d+\], line 3$", played.report, re.MULTILINE)
     cause, secondary = order(played.report, "match expected size", "stopped because rank 0 failed: rank 1")
     assert cause < secondary
     assert not any(noise in played.report for noise in ("Connection reset", "Connection closed", "Broken pipe"))
+    goes_on(notebook, 2)
+
+
+def test_a_crash_is_traced_to_its_line(notebook):
+    notebook.resize(2)
+    body = "import ctypes\ndef crash():\n    ctypes.string_at(0)\nif rank == 1: crash()\ndist.barrier()"
+    played = notebook.cell(body, timeout_s=BREAK_S)
+    assert "rank 1 was killed by signal 11 (SIGSEGV)" in played.report.splitlines()
+    assert re.search(r"^it was at Cell In\[\d+\], line 3, in crash$", played.report, re.MULTILINE)
     goes_on(notebook, 2)
 
 
